@@ -1,0 +1,1 @@
+"""Tests mirror ``tuning/`` file for file."""

@@ -1,0 +1,1 @@
+"""Variable-length attention: one function, several providers."""

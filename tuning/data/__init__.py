@@ -1,0 +1,1 @@
+"""Files to tokens to batches. Knows no model and no plugin."""

@@ -1,0 +1,1 @@
+"""Training itself; the only room that imports trl."""
