@@ -132,6 +132,10 @@ class AccelerationPlugin(ABC, Generic[C]):
     def __init__(self, config: C) -> None:
         self.config = config
 
+    def may_do_nothing(self) -> bool:
+        """Say whether patching nothing is a fine outcome (``auto``); otherwise the framework raises."""
+        return False
+
     def check(self, facts: Facts) -> None:
         """Refuse what cannot work, before the weights are loaded; read only.
 

@@ -26,8 +26,10 @@ class FusedLoraConfig:
 
     base_layer: str = field(
         default="auto",
-        metadata={"help": "Kind of base layer: auto_gptq, bitsandbytes, or auto.",
-                  "choices": ["auto_gptq", "bitsandbytes", "auto"]},
+        metadata={
+            "help": "Kind of base layer: auto_gptq, bitsandbytes, or auto.",
+            "choices": ["auto_gptq", "bitsandbytes", "auto"],
+        },
     )
     fused_lora: bool = field(default=True, metadata={"help": "Whether to fuse."})
 

@@ -21,9 +21,7 @@ class AutoGPTQLoraConfig:
 class BNBQLoraConfig:
     """``--bitsandbytes``: LoRA over a base quantised to 4 bits at load."""
 
-    quant_type: str = field(
-        default="nf4", metadata={"help": "4-bit data type: nf4 or fp4.", "choices": ["nf4", "fp4"]}
-    )
+    quant_type: str = field(default="nf4", metadata={"help": "4-bit data type: nf4 or fp4.", "choices": ["nf4", "fp4"]})
     no_peft_model: bool = field(default=False, metadata={"help": "Do not prepare the model for peft."})
 
 

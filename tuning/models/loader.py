@@ -1,0 +1,280 @@
+"""Name or path to model and tokenizer.
+
+A checkpoint is a folder, a hub name, a folder with a ``.gguf`` file in it (``--gguf_file``) or that file itself.
+GGUF weights are dequantised at load, so that what is saved is an ordinary safetensors checkpoint.
+
+Config and tokenizer come first and cost little; the weights come last, when everything that can be refused has been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from tuning.config.configs import ModelArguments
+from tuning.environment import installed_version
+from tuning.errors import ModelError
+from tuning.logs import logger
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = [
+    "Checkpoint",
+    "LoadedTokenizer",
+    "attention_name",
+    "find_checkpoint",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "resize_embeddings_",
+    "weights_dtype",
+]
+
+_log = logger(__name__)
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# what transformers and its file readers raise for a checkpoint they cannot read; anything else is our fault
+_LOAD_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """Where a model is.
+
+    Attributes:
+        name: Folder or hub name for ``from_pretrained``.
+        kwargs: ``gguf_file``, ``revision``, ``trust_remote_code`` as ``from_pretrained`` takes them.
+    """
+
+    name: str
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedTokenizer:
+    """A tokenizer ready for training.
+
+    Attributes:
+        tokenizer: With a pad token and, where one was given, the user's chat template.
+        added: Tokens that were added to its vocabulary, in order.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    added: tuple[str, ...]
+
+
+def find_checkpoint(model: ModelArguments, *, trust_remote_code: bool = False) -> Checkpoint:
+    """Say where the checkpoint of ``model`` is, reading no weights.
+
+    Raises:
+        ModelError: If a local folder holds no config or no weights, or a file is no ``.gguf`` file.
+    """
+    name = str(model.model_name_or_path)
+    gguf_file = model.gguf_file
+    path = Path(name)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(
+                f"--model_name_or_path {name} is a file but no .gguf file; give the folder it is in, or a .gguf file"
+            )
+        name, gguf_file = str(path.parent), path.name
+        path = path.parent
+    if path.is_dir():
+        _check_folder(path, gguf_file)
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelError(f"--model_name_or_path {name} does not exist; give a folder, a .gguf file or a hub name")
+    if gguf_file is not None and installed_version("gguf") is None:
+        raise ModelError(
+            f"--model_name_or_path names the GGUF file {gguf_file}, but the package gguf that reads it is not "
+            "installed; pip install gguf"
+        )
+    kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if gguf_file is not None:
+        kwargs["gguf_file"] = gguf_file
+    if model.model_revision is not None:
+        kwargs["revision"] = model.model_revision
+    return Checkpoint(name=name, kwargs=kwargs)
+
+
+def _check_folder(path: Path, gguf_file: str | None) -> None:
+    if gguf_file is not None:
+        if not (path / gguf_file).is_file():
+            raise ModelError(f"--gguf_file {gguf_file} is not in {path}; give the name of a file in that folder")
+        return
+    if not (path / "config.json").is_file():
+        found = sorted(path.glob("*.gguf"))
+        advice = f"; add --gguf_file {found[0].name}" if found else "; give the folder of a saved model"
+        raise ModelError(f"--model_name_or_path {path} has no config.json, so it holds no checkpoint{advice}")
+    if not any(any(path.glob(pattern)) for pattern in _WEIGHTS):
+        raise ModelError(
+            f"--model_name_or_path {path} has no weights (model.safetensors or pytorch_model.bin); give a folder "
+            "with a complete checkpoint"
+        )
+
+
+def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
+    """Read the model's ``config.json`` (or the header of its GGUF file).
+
+    Raises:
+        ModelError: If there is none or it cannot be read.
+    """
+    try:
+        return AutoConfig.from_pretrained(checkpoint.name, **checkpoint.kwargs)
+    except _LOAD_ERRORS as error:
+        raise ModelError(
+            f"The config of --model_name_or_path {checkpoint.name} cannot be read: {_first_line(error)}"
+        ) from error
+
+
+def load_tokenizer(
+    model: ModelArguments,
+    checkpoint: Checkpoint,
+    *,
+    chat_template: str | None = None,
+    add_special_tokens: list[str] | None = None,
+    eos_token: str | None = None,
+    pad_token: str | None = None,
+) -> LoadedTokenizer:
+    """Load the tokenizer and give it what training needs.
+
+    Args:
+        model: Names the tokenizer; by default that of the model.
+        checkpoint: Of the model.
+        chat_template: Jinja text or a file with it, in place of the tokenizer's own.
+        add_special_tokens: Tokens to add.
+        eos_token: Replaces the end-of-sequence token; must be in the vocabulary.
+        pad_token: Replaces the padding token; must be in the vocabulary.
+
+    Returns:
+        The tokenizer. Without a pad token of its own it pads with the end token: masks tell them apart, ids do not.
+
+    Raises:
+        ModelError: If it cannot be loaded, or a token is not in its vocabulary.
+    """
+    name = model.tokenizer_name_or_path or checkpoint.name
+    kwargs = (
+        dict(checkpoint.kwargs)
+        if name == checkpoint.name
+        else {"trust_remote_code": checkpoint.kwargs["trust_remote_code"]}
+    )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+    except _LOAD_ERRORS as error:
+        raise ModelError(
+            f"No tokenizer can be loaded from {name}: {_first_line(error)}; give --tokenizer_name_or_path"
+        ) from error
+    if chat_template is not None:
+        tokenizer.chat_template = _read_template(chat_template)
+    for flag, token in (("eos_token", eos_token), ("pad_token", pad_token)):
+        if token is None:
+            continue
+        if token not in tokenizer.get_vocab():
+            raise ModelError(f"--{flag} {token} is not in the vocabulary of {name}; add it with --add_special_tokens")
+        setattr(tokenizer, flag, token)
+    before = set(tokenizer.get_vocab())
+    if add_special_tokens:
+        tokenizer.add_special_tokens(
+            {"additional_special_tokens": list(add_special_tokens)}, replace_additional_special_tokens=False
+        )
+    if tokenizer.eos_token is None:
+        raise ModelError(f"The tokenizer of {name} has no end-of-sequence token; give --eos_token")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+        _log.info("the tokenizer has no pad token; padding uses %s, told apart by the mask", tokenizer.eos_token)
+    added = [token for token in (add_special_tokens or []) if token not in before]
+    return LoadedTokenizer(tokenizer=tokenizer, added=tuple(added))
+
+
+def _read_template(template: str) -> str:
+    path = Path(template)
+    if "{" not in template:
+        if not path.is_file():
+            raise ModelError(f"--chat_template {template} is neither a Jinja template nor a file; give one of them")
+        return path.read_text(encoding="utf-8")
+    return template
+
+
+def weights_dtype(torch_dtype: str | None, *, device_type: str) -> torch.dtype | str:
+    """Return the dtype of the weights: as asked, else bfloat16 on a GPU and float32 on the CPU.
+
+    Args:
+        torch_dtype: ``bfloat16``, ``float16``, ``float32``, ``auto`` or None.
+        device_type: Device the run is on.
+
+    Returns:
+        A torch dtype, or ``"auto"`` for that of the checkpoint.
+
+    Raises:
+        ModelError: If the name is none of them.
+    """
+    if torch_dtype is None:
+        return torch.float32 if device_type == "cpu" else torch.bfloat16
+    if torch_dtype == "auto":
+        return "auto"
+    if torch_dtype not in _DTYPES:
+        raise ModelError(f"--torch_dtype {torch_dtype} is not known; use {', '.join(_DTYPES)} or auto")
+    return _DTYPES[torch_dtype]
+
+
+def attention_name(*, use_flash_attn: bool) -> str:
+    """Return the attention of a model as loaded; plugins may replace it for the run."""
+    del use_flash_attn  # both start from sdpa: padding-free attention is a patch, so that it can be undone
+    return "sdpa"
+
+
+def load_model(checkpoint: Checkpoint, kwargs: Mapping[str, Any]) -> PreTrainedModel:
+    """Load the weights.
+
+    Args:
+        checkpoint: Where they are.
+        kwargs: Further keyword arguments of ``from_pretrained``: ``dtype``, ``attn_implementation`` ...
+
+    Raises:
+        ModelError: If they cannot be read, or do not fit the config.
+    """
+    merged = {**checkpoint.kwargs, **kwargs}
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(checkpoint.name, output_loading_info=True, **merged)
+    except _LOAD_ERRORS as error:
+        raise ModelError(
+            f"The weights of --model_name_or_path {checkpoint.name} cannot be loaded: {_first_line(error)}"
+        ) from error
+    missing = sorted(info.get("missing_keys") or ())
+    if missing:
+        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise ModelError(
+            f"The checkpoint {checkpoint.name} lacks {len(missing)} weights of {type(model).__name__} ({shown}); they "
+            "would start at random. Give a complete checkpoint of a causal language model"
+        )
+    return model
+
+
+def resize_embeddings_(model: PreTrainedModel, num_tokens: int, *, multiple_of: int = 1) -> int:
+    """Grow the embedding of ``model`` in place so that ``num_tokens`` ids fit; it is never made smaller.
+
+    Args:
+        model: A causal language model of transformers.
+        num_tokens: Length of the tokenizer.
+        multiple_of: A grown embedding has a multiple of this many rows.
+
+    Returns:
+        Rows that were added; new rows start at the mean of the old ones.
+    """
+    rows = int(model.get_input_embeddings().weight.shape[0])
+    if num_tokens <= rows:
+        return 0
+    wanted = -(-num_tokens // multiple_of) * multiple_of
+    model.resize_token_embeddings(wanted)
+    _log.info("embedding grown from %d to %d rows for %d tokens", rows, wanted, num_tokens)
+    return wanted - rows
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

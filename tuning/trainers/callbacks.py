@@ -1,0 +1,143 @@
+"""Trainer callbacks: the log file, the progress bar, the clock and the sampler's epoch."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from tuning.trainers.checkpoints import write_added_tokens
+
+if TYPE_CHECKING:
+    from torch.utils.data import Sampler
+    from transformers import PreTrainedTokenizerBase
+
+    from tuning.trainers.metrics import Stopwatch
+
+__all__ = ["AddedTokens", "LogFile", "Progress", "SamplerEpoch", "StepClock"]
+
+_LOG_FILE = "training_logs.jsonl"
+# log key -> name in the file, as fms-hf-tuning writes it
+_LOSSES = {"loss": "training_loss", "eval_loss": "validation_loss"}
+_METERS = ("num_tokens", "supervised_tokens", "padding_share", "tokens_per_second", "peak_memory_gib", "grad_norm")
+
+
+class LogFile(TrainerCallback):
+    """Appends losses and meters to ``training_logs.jsonl`` in the output folder, one object a line."""
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,  # noqa: ANN401 - the signature of TrainerCallback
+    ) -> None:
+        """Write the lines of one log call, on rank 0."""
+        del control, kwargs
+        if not state.is_world_process_zero or not logs:
+            return
+        where = {"epoch": round(logs.get("epoch", 0.0), 2), "step": state.global_step}
+        when = datetime.datetime.now(tz=datetime.UTC).isoformat()
+        lines = [
+            {"name": name, "data": {**where, "value": logs[key], "timestamp": when}}
+            for key, name in _LOSSES.items()
+            if key in logs
+        ]
+        meters = {key: logs[key] for key in _METERS if key in logs}
+        if meters:
+            lines.append({"name": "training_meters", "data": {**where, **meters, "timestamp": when}})
+        if lines:
+            path = Path(args.output_dir) / _LOG_FILE
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(line, sort_keys=True) + "\n" for line in lines)
+
+
+class Progress(ProgressCallback):
+    """Hugging Face's progress bar with real tokens a second beside it."""
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,  # noqa: ANN401 - the signature of TrainerCallback
+    ) -> None:
+        """Show the speed, then print the line as usual."""
+        if state.is_world_process_zero and self.training_bar is not None and logs and "tokens_per_second" in logs:
+            self.training_bar.set_postfix_str(f"{logs['tokens_per_second']:,.0f} real tokens/s")
+        super().on_log(args, state, control, logs=logs, **kwargs)
+
+
+class StepClock(TrainerCallback):
+    """Runs the stopwatch from the first step to the end of training.
+
+    Args:
+        stopwatch: Of the trainer; evaluation and saving stop it themselves.
+    """
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self.stopwatch = stopwatch
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the signature of TrainerCallback
+        """Start the clock."""
+        self.stopwatch.start()
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the signature of TrainerCallback
+        """Stop the clock."""
+        self.stopwatch.stop()
+
+
+class SamplerEpoch(TrainerCallback):
+    """Tells the batch sampler the epoch; accelerate's wrappers do not reach it after a resume.
+
+    Args:
+        sampler: With ``set_epoch``.
+    """
+
+    def __init__(self, sampler: Sampler[list[int]]) -> None:
+        self.sampler = sampler
+
+    def on_epoch_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,  # noqa: ANN401 - the signature of TrainerCallback
+    ) -> None:
+        """Set the epoch, from 0."""
+        del args, control, kwargs
+        set_epoch = getattr(self.sampler, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(int(state.epoch or 0))
+
+
+class AddedTokens(TrainerCallback):
+    """Writes ``added_tokens_info.json`` into each checkpoint.
+
+    Args:
+        tokenizer: Of the run.
+        added: Tokens the run added; none writes nothing.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, added: tuple[str, ...]) -> None:
+        self.tokenizer = tokenizer
+        self.added = added
+
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,  # noqa: ANN401 - the signature of TrainerCallback
+    ) -> None:
+        """Write the file beside the checkpoint just saved."""
+        del control, kwargs
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if state.is_world_process_zero and folder.is_dir():
+            write_added_tokens(folder, self.tokenizer, self.added)

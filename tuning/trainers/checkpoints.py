@@ -1,0 +1,189 @@
+"""Which checkpoint a run goes on from, what a checkpoint holds beside Hugging Face's files, and the final model.
+
+A job killed while it saved leaves the newest folder half written. Such a folder is told apart by its files alone:
+the trainer state must parse, every weights file must be as long as its header says, and the optimizer must be there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tuning.errors import CheckpointError
+from tuning.logs import logger
+from tuning.trainers.metrics import Counts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "RunState",
+    "find_fault",
+    "find_resume",
+    "read_run_state",
+    "write_added_tokens",
+    "write_run_state",
+]
+
+_log = logger(__name__)
+_STATE_FILE = "packtune_state.json"
+_ADDED_TOKENS_FILE = "added_tokens_info.json"  # fms-hf-tuning's name
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_SINGLE_WEIGHTS = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
+_OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunState:
+    """What a checkpoint of ours holds beside Hugging Face's files.
+
+    Attributes:
+        counts: Tokens and loss of the run so far.
+        sampler: ``state_dict`` of the batch sampler, or None.
+    """
+
+    counts: Counts
+    sampler: dict[str, Any] | None
+
+
+def find_resume(output_dir: str, asked: str | None, *, model_only: bool = False) -> str | None:
+    """Say which checkpoint to go on from.
+
+    Args:
+        output_dir: Where checkpoints of this run are.
+        asked: ``None``, ``"true"`` (the newest complete one, if any), ``"false"`` (none), or a checkpoint folder.
+        model_only: Checkpoints are written without optimizer.
+
+    Returns:
+        The folder, or None to start from the beginning.
+
+    Raises:
+        CheckpointError: If a folder was named and it is no complete checkpoint.
+    """
+    word = (asked or "true").strip()
+    if word.lower() in {"false", "none", ""}:
+        return None
+    if word.lower() != "true":
+        fault = find_fault(Path(word), model_only=model_only)
+        if fault is not None:
+            raise CheckpointError(
+                f"--resume_from_checkpoint {word} cannot be resumed from: {fault}; name a complete checkpoint, or "
+                "pass true to take the newest complete one"
+            )
+        return word
+    folder = Path(output_dir)
+    numbered = [
+        (int(match.group(1)), path)
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if path.is_dir() and (match := _CHECKPOINT.fullmatch(path.name))
+    ]
+    for _, path in sorted(numbered, reverse=True):
+        fault = find_fault(path, model_only=model_only)
+        if fault is None:
+            _log.info(
+                "resuming from %s; to start over, pass --resume_from_checkpoint false or another output_dir", path
+            )
+            return str(path)
+        _log.warning("%s is incomplete (%s) and is passed over", path, fault)
+    if numbered:
+        _log.warning("%s holds no complete checkpoint: the run starts from the beginning", output_dir)
+    return None
+
+
+def find_fault(folder: Path, *, model_only: bool = False) -> str | None:
+    """Return why ``folder`` is no complete checkpoint, or None if it is one.
+
+    Args:
+        folder: A checkpoint folder.
+        model_only: Do not ask for an optimizer.
+    """
+    if not folder.is_dir():
+        return "the folder does not exist"
+    state = folder / "trainer_state.json"
+    if not state.is_file():
+        return "trainer_state.json is missing"
+    try:
+        json.loads(state.read_text(encoding="utf-8"))
+    except ValueError:
+        return "trainer_state.json is cut short"
+    sharded_state = any(folder.glob("pytorch_model_fsdp*")) or any(folder.glob("global_step*"))
+    if sharded_state:
+        return None
+    if not model_only and not any((folder / name).is_file() for name in _OPTIMIZERS):
+        return "optimizer.pt is missing"
+    return _find_weights_fault(folder)
+
+
+def _find_weights_fault(folder: Path) -> str | None:
+    names = [name for name in _SINGLE_WEIGHTS if (folder / name).is_file()]
+    for index in _INDEXES:
+        if (folder / index).is_file():
+            try:
+                names += sorted(set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values()))
+            except (ValueError, KeyError):
+                return f"{index} is cut short"
+    if not names:
+        return "its weights are missing"
+    for name in names:
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.suffix == ".safetensors" and not _is_whole(path):
+            return f"{name} is cut short"
+        if path.stat().st_size == 0:
+            return f"{name} is empty"
+    return None
+
+
+def _is_whole(path: Path) -> bool:
+    """Say whether a safetensors file is as long as its header says."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        if len(start) < 8:
+            return False
+        (header_bytes,) = struct.unpack("<Q", start)
+        if header_bytes > size:
+            return False
+        try:
+            header = json.loads(file.read(header_bytes))
+        except ValueError:
+            return False
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    return size == 8 + header_bytes + max(ends, default=0)
+
+
+def write_run_state(folder: Path, *, counts: Counts, sampler: dict[str, Any] | None) -> None:
+    """Write our part of a checkpoint into ``folder``."""
+    state = {"counts": dataclasses.asdict(counts), "sampler": sampler}
+    (folder / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+
+
+def read_run_state(folder: Path) -> RunState | None:
+    """Return our part of a checkpoint; None if it was written by another trainer.
+
+    Raises:
+        CheckpointError: If the file is there and cannot be read.
+    """
+    path = folder / _STATE_FILE
+    if not path.is_file():
+        return None
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        return RunState(counts=Counts(**state["counts"]), sampler=state["sampler"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); resume from an earlier checkpoint") from error
+
+
+def write_added_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase, added: tuple[str, ...]) -> None:
+    """Write which tokens the run added and their ids, as fms-hf-tuning does; nothing if there are none."""
+    if added:
+        ids = {token: tokenizer.convert_tokens_to_ids(token) for token in added}
+        info = {"num_new_tokens": len(added), "added_tokens": ids}
+        (folder / _ADDED_TOKENS_FILE).write_text(json.dumps(info, ensure_ascii=False), encoding="utf-8")

@@ -1,0 +1,67 @@
+"""Data loaders whose ranks are told apart by the batch sampler alone.
+
+accelerate shards a loader by handing every N-th batch to a rank and repeats samples from the start where the count
+does not divide. Both are wrong for a sampler that knows its rank, and the repeats are wrong for an exact mean. These
+loaders are never handed to accelerate: a seat without a sample is an empty batch, of which the collator makes a
+filler that adds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader, Sampler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from datasets import Dataset
+
+__all__ = ["SequentialBatches", "build_loader"]
+
+
+class SequentialBatches(Sampler[list[int]]):
+    """One rank's batches of a data set in its order; all ranks get the same number of them.
+
+    Args:
+        num_samples: Samples of the data set.
+        batch_size: Samples a batch.
+        rank: Of this process.
+        world_size: Ranks; batch ``i`` goes to rank ``i % world_size``.
+    """
+
+    def __init__(self, num_samples: int, *, batch_size: int, rank: int, world_size: int) -> None:
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+
+    def __len__(self) -> int:
+        """Return the batches of every rank."""
+        num_batches = -(-self.num_samples // self.batch_size)
+        return -(-num_batches // self.world_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield indices; an empty list where there is no batch left for this rank."""
+        for step in range(len(self)):
+            start = (step * self.world_size + self.rank) * self.batch_size
+            yield list(range(start, min(start + self.batch_size, self.num_samples)))
+
+
+def build_loader(
+    dataset: Dataset,
+    batch_sampler: Sampler[list[int]],
+    collator: Callable[[Any], dict[str, Any]],
+    *,
+    options: Mapping[str, Any],
+) -> DataLoader[Any]:
+    """Return a loader of CPU batches, in the order of ``batch_sampler``.
+
+    Args:
+        dataset: Rows with ``input_ids`` and ``labels``.
+        batch_sampler: Indices of each batch of this rank.
+        collator: Samples to batch; gets an empty list for an empty seat.
+        options: Further keyword arguments of ``torch.utils.data.DataLoader``.
+    """
+    return DataLoader(dataset, batch_sampler=batch_sampler, collate_fn=collator, **options)
