@@ -10,42 +10,23 @@ import dataclasses
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from tuning.acceleration.patching import Applied, applied_patches
-from tuning.acceleration.plugin import AccelerationPlugin, Collator, Facts, Loss
+from tuning.acceleration.plugin import AccelerationPlugin, Facts
 from tuning.environment import installed_version
 from tuning.errors import ConfigError, PluginError
 from tuning.logs import logger
+from tuning.seats import Collator, Seats
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.utils.data import Sampler
-    from transformers import TrainerCallback
 
-__all__ = ["ENTRY_POINT_GROUP", "AccelerationFramework", "Seats", "third_party_plugins"]
+__all__ = ["ENTRY_POINT_GROUP", "AccelerationFramework", "render_table", "third_party_plugins"]
 
 ENTRY_POINT_GROUP = "tuning.plugins"
 _log = logger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Seats:
-    """What the plugins put into the trainer.
-
-    Attributes:
-        collator: Makes batches of samples.
-        batch_sampler: This rank's batches, or None for the trainer's own.
-        loss: Loss to use, or None for the trainer's own.
-        callbacks: Trainer callbacks, in plugin order.
-    """
-
-    collator: Collator
-    batch_sampler: Sampler[list[int]] | None
-    loss: Loss | None
-    callbacks: tuple[TrainerCallback, ...]
 
 
 def third_party_plugins() -> dict[str, str]:

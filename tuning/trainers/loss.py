@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tuning.acceleration.plugin import LossTerms
+from tuning.seats import LossTerms
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,7 +43,7 @@ class HeadLoss:
         self.with_router_loss = with_router_loss
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> LossTerms:
-        """Return the summed loss of one batch; see :class:`tuning.acceleration.plugin.Loss`."""
+        """Return the summed loss of one batch; see :class:`tuning.seats.Loss`."""
         kwargs = dict(inputs)
         if self.with_router_loss:
             kwargs["output_router_logits"] = True

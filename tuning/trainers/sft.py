@@ -11,16 +11,15 @@ What is different from TRL's, and why:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
-from transformers import TrainerCallback
 
-from tuning.acceleration.plugin import Loss, LossTerms
 from tuning.logs import logger
+from tuning.seats import Loss, LossTerms, Seats
 from tuning.trainers.checkpoints import write_run_state
 from tuning.trainers.loaders import SequentialBatches, build_loader
 from tuning.trainers.loss import IGNORE_INDEX, HeadLoss
@@ -29,7 +28,7 @@ from tuning.trainers.metrics import Counts, Meter, Stopwatch
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import nn
-    from torch.utils.data import DataLoader, Sampler
+    from torch.utils.data import DataLoader
     from transformers import PreTrainedTokenizerBase
     from transformers.trainer_utils import EvalLoopOutput
 
@@ -50,10 +49,8 @@ class SFTTrainer(trl.SFTTrainer):
         train_dataset: Columns ``input_ids`` and ``labels``.
         eval_dataset: The same, or None.
         tokenizer: Saved beside each checkpoint.
-        collator: Samples to batch, for training and evaluation.
-        batch_sampler: This rank's training batches, or None for Hugging Face's order.
-        loss: Loss of one batch, or None for TRL's fused head.
-        callbacks: Beside Hugging Face's own.
+        seats: Collator for training and evaluation; batch sampler, None for Hugging Face's order; loss, None for
+            TRL's fused head; callbacks beside Hugging Face's own.
         compute_metrics: As in ``transformers.Trainer``; logits and labels come one row a sample, padded by -100.
         preprocess_logits_for_metrics: As in ``transformers.Trainer``.
     """
@@ -66,10 +63,7 @@ class SFTTrainer(trl.SFTTrainer):
         train_dataset: Dataset,
         eval_dataset: Dataset | None,
         tokenizer: PreTrainedTokenizerBase,
-        collator: Callable[[Any], dict[str, Any]],
-        batch_sampler: Sampler[list[int]] | None = None,
-        loss: Loss | None = None,
-        callbacks: Sequence[TrainerCallback] = (),
+        seats: Seats,
         compute_metrics: Callable[..., dict[str, float]] | None = None,
         preprocess_logits_for_metrics: Callable[..., torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
@@ -80,15 +74,15 @@ class SFTTrainer(trl.SFTTrainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
-            data_collator=collator,
-            callbacks=list(callbacks),
+            data_collator=seats.collator,
+            callbacks=list(seats.callbacks),
             compute_metrics=compute_metrics,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         # our loss divides by num_items_in_batch itself, so the model need not know the argument
         self.model_accepts_loss_kwargs = True
-        self.batch_sampler = batch_sampler
-        self.loss_of_batch: Loss = loss or HeadLoss(
+        self.batch_sampler = seats.batch_sampler
+        self.loss_of_batch: Loss = seats.loss or HeadLoss(
             label_smoothing=args.label_smoothing_factor if args.loss_type == "nll" else 0.0,
             dynamic=args.loss_type == "dft",
             with_router_loss=self.aux_loss_enabled,
