@@ -7,11 +7,17 @@ ours has a flag of that name, or the plugins decide it.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from trl import SFTConfig
 
-__all__ = ["TrainingArguments"]
+from tuning.errors import ConfigError
+
+__all__ = ["TrainingArguments", "build"]
 
 
 @dataclass
@@ -50,3 +56,63 @@ class TrainingArguments(SFTConfig):
             "choices": ["on", "off"],
         },
     )
+
+    def __post_init__(self) -> None:
+        """Resolve our own choices, then let TRL and transformers resolve theirs.
+
+        Raises:
+            ConfigError: If ``gradient_checkpointing`` is no known word, or its two names contradict each other.
+        """
+        on_cpu = self.use_cpu or not torch.cuda.is_available()
+        if self.bf16 is None and on_cpu:
+            # TRL's default, mixed bfloat16, raises there or costs time
+            self.bf16 = False
+        wanted, self.is_checkpointing_auto = _read_checkpointing(self.gradient_checkpointing, on_cpu=on_cpu)
+        self._set_checkpointing(wanted)
+        super().__post_init__()
+
+    def _set_checkpointing(self, wanted: bool) -> None:  # noqa: FBT001 - private
+        names = {item.name for item in dataclasses.fields(self)}
+        if "activation_checkpointing" not in names:
+            # transformers before 5.24 knows the old name alone
+            self.gradient_checkpointing = wanted
+            return
+        newer = getattr(self, "activation_checkpointing", None)
+        if newer is not None and not self.is_checkpointing_auto and newer != wanted:
+            raise ConfigError(
+                f"--gradient_checkpointing {wanted} and --activation_checkpointing {newer} contradict each other; "
+                "keep one"
+            )
+        if newer is None:
+            self.activation_checkpointing = wanted
+        if self.activation_checkpointing_kwargs is None:
+            self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
+        # the old names mirror the new ones; left as they are, transformers warns of them
+        self.gradient_checkpointing = self.gradient_checkpointing_kwargs = None
+
+
+def _read_checkpointing(value: object, *, on_cpu: bool) -> tuple[bool, bool]:
+    """Return (recompute activations?, was it left to us?)."""
+    if value is None or str(value).lower() == "auto":
+        return not on_cpu, True
+    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "none": False}
+    if str(value).lower() not in words:
+        raise ConfigError(f"--gradient_checkpointing {value} is not known; use true, false or auto")
+    return words[str(value).lower()], False
+
+
+def build(values: Mapping[str, Any]) -> TrainingArguments:
+    """Make the training arguments of the values a user gave.
+
+    Args:
+        values: Field name to value, typed; what is not in it keeps its default.
+
+    Raises:
+        ConfigError: With what transformers or TRL say of a value they refuse.
+    """
+    try:
+        return TrainingArguments(**values)
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        raise ConfigError(f"The training arguments were refused: {error}") from error

@@ -93,6 +93,7 @@ class SFTTrainer(trl.SFTTrainer):
         self.pending = Counts()
         self.stopwatch = Stopwatch()
         self.train_seconds = 0.0
+        self.resumed_tokens = 0.0  # real tokens of the run before this process
         self._warned_without_target = False
 
     # ---- data ----
@@ -255,6 +256,19 @@ class SFTTrainer(trl.SFTTrainer):
         if self.args.device.type == "cuda":
             meters["peak_memory_gib"] = round(torch.cuda.max_memory_allocated(self.args.device) / _GIB, 2)
         return meters
+
+    def final_meters(self) -> dict[str, float]:
+        """Return the meters of the whole run, steps since the last log line included; every rank must call."""
+        self.totals = self.totals.plus(self.pending).plus(self.meters["train"].read(self.accelerator))
+        self.pending = Counts()
+        self.train_seconds += self.stopwatch.lap()
+        here = self.totals.real - self.resumed_tokens
+        return {
+            "train_real_tokens": self.totals.real,
+            "train_supervised_tokens": self.totals.supervised,
+            "train_padding_share": self.totals.padding_share,
+            "train_tokens_per_second": here / self.train_seconds if self.train_seconds > 0 else math.nan,
+        }
 
     # ---- checkpoints ----
 
