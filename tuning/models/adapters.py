@@ -19,7 +19,7 @@ _log = logger(__name__)
 
 def build_peft_config(
     config: LoraConfig | PromptTuningConfig | None, *, tokenizer_name: str, has_new_tokens: bool
-) -> Any:  # noqa: ANN401, E501 - a peft config
+) -> Any:  # noqa: ANN401 - a peft config
     """Return peft's own config for ours.
 
     Args:

@@ -85,10 +85,12 @@ class TrainingArguments(SFTConfig):
             )
         if newer is None:
             self.activation_checkpointing = wanted
+        old_kwargs = getattr(self, "gradient_checkpointing_kwargs", None)
         if self.activation_checkpointing_kwargs is None:
-            self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
+            self.activation_checkpointing_kwargs = old_kwargs
         # the old names mirror the new ones; left as they are, transformers warns of them
-        self.gradient_checkpointing = self.gradient_checkpointing_kwargs = None
+        for name in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
+            setattr(self, name, None)
 
 
 def _read_checkpointing(value: object, *, on_cpu: bool) -> tuple[bool, bool]:

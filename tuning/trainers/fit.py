@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import ProgressCallback
@@ -117,7 +117,7 @@ def restored(model: nn.Module) -> Iterator[None]:
     TRL replaces the model's forward by one with a fused head, accelerate wraps it for mixed precision, and both stay
     after training. Afterwards ``model`` is in evaluation mode.
     """
-    owners = [model]
+    owners: list[Any] = [model]
     inner = getattr(model, "get_base_model", None)
     if inner is not None:
         owners.append(inner())
@@ -126,8 +126,12 @@ def restored(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for owner in owners:
-            if getattr(owner, "is_gradient_checkpointing", False):
-                owner.gradient_checkpointing_disable()
+            # transformers from 5.24 calls it activation checkpointing
+            for word in ("activation", "gradient"):
+                if hasattr(type(owner), f"is_{word}_checkpointing"):
+                    if getattr(owner, f"is_{word}_checkpointing"):
+                        getattr(owner, f"{word}_checkpointing_disable")()
+                    break
             if getattr(owner, "_require_grads_hook", None) is not None:
                 owner.disable_input_require_grads()
         for owner, attributes in before:
