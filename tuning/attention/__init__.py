@@ -1,1 +1,1 @@
-"""Variable-length attention: one function, several providers."""
+"""Variable-length attention: one function, several providers, and the proof that samples stay apart."""

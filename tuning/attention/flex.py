@@ -42,7 +42,8 @@ class FlexKernel:
     """
 
     def __init__(self, *, compiled: bool) -> None:
-        self._attend: Callable[..., Any] = torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
+        plain: Callable[..., Any] = flex_attention
+        self._attend = torch.compile(plain, dynamic=True) if compiled else plain
         self._cu_seqlens: torch.Tensor | None = None
         self._blocks: dict[int | None, BlockMask] = {}
 

@@ -100,7 +100,7 @@ def load_flash_attn_4() -> Kernel:
         return _first(out)
 
     # its autograd function launches kernels that a tracer cannot follow
-    disabled: Kernel = torch.compiler.disable(attend)
+    disabled: Kernel = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]
     return disabled
 
 

@@ -69,12 +69,14 @@ class Provider:
 
     Attributes:
         name: What log lines call it.
+        device_type: Where its kernel runs.
         find: Returns why it is not on this machine, or None.
         refuse: Returns why it cannot serve a request, or None.
         load: Imports what it needs and returns the kernel.
     """
 
     name: str
+    device_type: str
     find: Callable[[], str | None]
     refuse: Callable[[Request], str | None]
     load: Callable[[], Kernel]
@@ -87,7 +89,7 @@ class Choice:
     Attributes:
         name: Of the provider.
         kernel: Its kernel.
-        passed_over: Name and reason of every faster provider that was not taken.
+        passed_over: Name and reason of every faster provider for this kind of device that was not taken.
     """
 
     name: str
@@ -112,6 +114,8 @@ def choose(request: Request, providers: Sequence[Provider] | None = None) -> Cho
     """
     passed_over: list[tuple[str, str]] = []
     for provider in PROVIDERS if providers is None else providers:
+        if provider.device_type != request.device_type:
+            continue
         reason = provider.refuse(request) or provider.find()
         if reason is None:
             try:
@@ -119,7 +123,7 @@ def choose(request: Request, providers: Sequence[Provider] | None = None) -> Cho
             except (ImportError, OSError, AttributeError) as error:
                 reason = f"installed, but it fails to import ({type(error).__name__}: {error})"
         passed_over.append((provider.name, reason))
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over) or "none is for this kind of device"
     raise UnsupportedError(
         f"--padding_free needs an attention kernel that keeps samples apart, for {request.describe()}, "
         f"and this machine has none ({reasons}). Use another --torch_dtype, or train without --padding_free."
@@ -127,9 +131,7 @@ def choose(request: Request, providers: Sequence[Provider] | None = None) -> Cho
 
 
 def _refuse_flash(request: Request, *, since: tuple[int, int], widest: int = 256) -> str | None:
-    """Return what every flash kernel refuses: other devices, old GPUs, fp32, odd or very wide heads."""
-    if request.device_type != "cuda":
-        return f"for CUDA, this is {request.device_type}"
+    """Return what every flash kernel refuses: old GPUs, fp32, odd or very wide heads."""
     if request.capability is None or request.capability < since:
         return f"for compute capability {since[0]}.{since[1]} and later"
     if request.dtype not in _HALF:
@@ -148,14 +150,14 @@ def _lacks(request: Request, *features: str) -> str | None:
 
 
 def _refuse_flash_3(request: Request) -> str | None:
-    if request.capability is not None and request.capability[0] != 9:  # noqa: PLR2004 - Hopper
+    if request.capability is not None and request.capability[0] != 9:
         return "for compute capability 9.x"
     return _refuse_flash(request, since=(9, 0)) or _lacks(request, "sinks", "dropout")
 
 
 def _refuse_flash_4(request: Request) -> str | None:
     # Blackwell's kernels stop at 128, but for 256 x 256
-    widest = 256 if request.capability is not None and request.capability[0] == 9 else 128  # noqa: PLR2004 - Hopper
+    widest = 256 if request.capability is not None and request.capability[0] == 9 else 128
     return _refuse_flash(request, since=(9, 0), widest=widest) or _lacks(request, "softcap", "dropout")
 
 
@@ -170,13 +172,11 @@ def _refuse_flash_2(request: Request) -> str | None:
 
 
 def _refuse_flex(request: Request) -> str | None:
-    if request.device_type != "cuda":
-        return f"for CUDA, this is {request.device_type}"
     return "no dropout" if request.dropout else None
 
 
-def _refuse_segments(request: Request) -> str | None:
-    return None if request.device_type == "cpu" else f"for the CPU, this is {request.device_type}"
+def _refuse_nothing(request: Request) -> str | None:
+    return None
 
 
 def _find_module(name: str, distribution: str | None = None) -> Callable[[], str | None]:
@@ -199,24 +199,24 @@ def _find_nothing() -> str | None:
 # so flash-attn itself is asked for by its distribution.
 PROVIDERS: tuple[Provider, ...] = (
     Provider(
-        name="FlashAttention 3", find=_find_module("flash_attn_interface"), refuse=_refuse_flash_3,
+        name="FlashAttention 3", device_type="cuda", find=_find_module("flash_attn_interface"), refuse=_refuse_flash_3,
         load=load_flash_attn_3,
     ),
     Provider(
-        name="flash-attn-4", find=_find_module("flash_attn", "flash-attn-4"), refuse=_refuse_flash_4,
+        name="flash-attn-4", device_type="cuda", find=_find_module("flash_attn", "flash-attn-4"), refuse=_refuse_flash_4,
         load=load_flash_attn_4,
     ),
     Provider(
-        name="torch varlen", find=_find_module("torch.nn.attention.varlen"), refuse=_refuse_torch_varlen,
+        name="torch varlen", device_type="cuda", find=_find_module("torch.nn.attention.varlen"), refuse=_refuse_torch_varlen,
         load=load_torch_varlen,
     ),
     Provider(
-        name="flash-attn 2", find=_find_module("flash_attn", "flash-attn"), refuse=_refuse_flash_2,
+        name="flash-attn 2", device_type="cuda", find=_find_module("flash_attn", "flash-attn"), refuse=_refuse_flash_2,
         load=load_flash_attn_2,
     ),
-    Provider(name="flex_attention", find=_find_nothing, refuse=_refuse_flex, load=load_flex),
+    Provider(name="flex_attention", device_type="cuda", find=_find_nothing, refuse=_refuse_flex, load=load_flex),
     Provider(
-        name="torch's CPU flash kernel, sample by sample", find=_find_nothing, refuse=_refuse_segments,
+        name="torch's CPU flash kernel, sample by sample", device_type="cpu", find=_find_nothing, refuse=_refuse_nothing,
         load=lambda: attend_segments,
     ),
 )  # fmt: skip

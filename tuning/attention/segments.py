@@ -39,13 +39,13 @@ def attend_segments(
     lengths = [length for length in cu_seqlens.diff().tolist() if length]
     if len(set(lengths)) == 1:  # equal lengths: one call for all
         return _attend_batch(q_THD, k_TKD, v_TKD, lengths[0], variant)
-    parts = zip(q_THD.split(lengths), k_TKD.split(lengths), v_TKD.split(lengths), strict=True)
+    parts = zip(*(torch.split(x, lengths) for x in (q_THD, k_TKD, v_TKD)), strict=True)
     return torch.cat([_attend_batch(q, k, v, q.shape[0], variant) for q, k, v in parts])
 
 
 def _attend_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, length: int, variant: Variant) -> torch.Tensor:
     """Attend inside samples of one length that lie end to end; all of shape [N x length, heads, D]."""
-    q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))  # [N, heads, length, D]
+    q, k, v = (x.reshape(-1, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))  # [N, heads, length, D]
     plain = variant.softcap is None and variant.sinks is None
     if plain and (variant.window is None or variant.window >= length):
         out = functional.scaled_dot_product_attention(
@@ -86,7 +86,9 @@ def _attend_written_out(
     """Softmax over allowed keys with softcap and sinks; the softmax in fp32, as the fused kernels do it."""
     heads, groups = q.shape[1], q.shape[1] // k.shape[1]
     scale = q.shape[-1] ** -0.5 if variant.scale is None else variant.scale
-    scores = torch.matmul(q.unflatten(1, (-1, groups)), k.unsqueeze(2).transpose(-1, -2)).float() * scale
+    scores = (
+        torch.matmul(q.reshape(q.shape[0], -1, groups, *q.shape[2:]), k.unsqueeze(2).transpose(-1, -2)).float() * scale
+    )
     if variant.softcap is not None:
         scores = torch.tanh(scores / variant.softcap) * variant.softcap
     scores = scores.masked_fill(~allowed, float("-inf"))
