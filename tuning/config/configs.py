@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tuning.trainers.arguments import TrainingArguments
 
 __all__ = ["DEFAULT_MAX_SEQ_LENGTH", "DataArguments", "ModelArguments", "TrainingArguments"]
 

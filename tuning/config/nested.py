@@ -9,13 +9,14 @@ special case. A config class with a grammar of its own has a class method ``read
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from tuning.config.values import UNSET, Kind, cast, describe, is_bool_word, kind_of_hint, show
+from tuning.config.values import UNSET, Kind, cast, describe, describe_choices, kind_of_hint, show
 from tuning.errors import ConfigError
 
 __all__ = ["build_config", "check_choices", "field_kinds", "names_off", "split_options"]
@@ -53,17 +54,11 @@ def check_choices(config: Any, *, flag: str) -> None:  # noqa: ANN401 - any of o
     for item in dataclasses.fields(config):
         choices, value = _choices(item), getattr(config, item.name)
         if choices is not None and value not in choices:
-            problems.append(
-                f"--{flag} was given {item.name} {show(value)}, but it takes {describe_choices(choices)}; "
-                "correct the value"
-            )
+            advice = item.metadata.get("retired", {}).get(value)
+            reason = advice or f"but it takes {describe_choices(choices)}; correct the value"
+            problems.append(f"--{flag} was given {item.name} {show(value)}, {reason}")
     if problems:
         raise ConfigError(problems)
-
-
-def describe_choices(choices: Sequence[str]) -> str:
-    """Return choices in words."""
-    return f"only {choices[0]}" if len(choices) == 1 else f"one of {', '.join(choices)}"
 
 
 def names_off(value: object) -> bool:
@@ -83,10 +78,13 @@ def split_options(value: object, *, label: str) -> tuple[list[Any], dict[str, An
     Raises:
         ConfigError: If an option is named twice.
     """
-    if isinstance(value, Mapping):
-        return [], dict(value)
+    items = list(value) if isinstance(value, (list, tuple)) else [value]
+    if len(items) == 1 and isinstance(items[0], str) and items[0].lstrip().startswith(("{", "[")):
+        items = _read_json(items[0], label)
+    if len(items) == 1 and isinstance(items[0], Mapping):
+        return [], dict(items[0])
     tokens: list[Any] = []
-    for item in value if isinstance(value, (list, tuple)) else [value]:
+    for item in items:
         tokens += re.split(r"[\s,]+", item.strip()) if isinstance(item, str) else [item]
     bare, named = [], {}
     for token in tokens:
@@ -98,6 +96,16 @@ def split_options(value: object, *, label: str) -> tuple[list[Any], dict[str, An
         else:
             named[match[1]] = match[2]
     return bare, named
+
+
+def _read_json(text: str, label: str) -> list[Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{label} was given JSON that cannot be read at character {error.pos + 1} ({error.msg}); correct it"
+        ) from error
+    return value if isinstance(value, list) else [value]
 
 
 def build_config(config_type: type[T], value: object, *, flag: str, label: str | None = None) -> T:
@@ -121,23 +129,59 @@ def build_config(config_type: type[T], value: object, *, flag: str, label: str |
         return typing.cast(T, read(bare, named, label=label))
     kinds = field_kinds(config_type)
     takes_bool = any("bool" in kind.bases for kind in kinds.values())
-    if len(bare) == 1 and not named and not takes_bool and is_bool_word(bare[0]) and bare[0] not in (0, 1, "0", "1"):
+    if len(bare) == 1 and not named and not takes_bool and str(bare[0]).lower() in ("true", "yes"):
         bare = []  # --padding_free true: the flag with its defaults
-    options, problems = _cast_named(named, kinds, label)
+    retired = _retired(config_type)
+    options, problems = _cast_named(named, kinds, label, retired)
     for token in bare:
         name = _first_taker(token, kinds, options)
-        if name is None:
-            free = [key for key in kinds if key not in options]
-            known = "; ".join(f"{key} takes {describe(kinds[key])}" for key in free) or "every option is given already"
-            problems.append(f"{label} was given {show(token)}, which none of its options takes ({known}); correct it")
-        else:
+        if name is not None:
             options[name] = cast(token, kinds[name])
+        elif token in retired:
+            problems.append(f"{label} was given {show(token)}, {retired[token]}")
+        else:
+            problems.append(_no_taker(token, {key: kinds[key] for key in kinds if key not in options}, label))
+    if not problems:
+        problems = [
+            f"{label} needs {name}, which was not given; add {name}=..." for name in _missing(config_type, options)
+        ]
     if problems:
         raise ConfigError(problems)
     return config_type(**options)
 
 
-def _cast_named(named: Mapping[str, Any], kinds: Mapping[str, Kind], label: str) -> tuple[dict[str, Any], list[str]]:
+def _missing(config_type: type, options: Mapping[str, Any]) -> list[str]:
+    return [
+        item.name
+        for item in dataclasses.fields(config_type)
+        if item.init
+        and item.name not in options
+        and item.default is dataclasses.MISSING
+        and item.default_factory is dataclasses.MISSING
+    ]
+
+
+def _retired(config_type: type) -> dict[str, str]:
+    """Return the values that earlier versions took, and what to do instead."""
+    return {
+        value: advice
+        for item in dataclasses.fields(config_type)
+        for value, advice in item.metadata.get("retired", {}).items()
+    }
+
+
+def _no_taker(token: object, free: Mapping[str, Kind], label: str) -> str:
+    if not free:
+        return f"{label} was given {show(token)} on top of all its options; drop it"
+    if len(free) == 1:
+        return f"{label} was given {show(token)}, but it takes {describe(*free.values())}; correct the value"
+    known = "; ".join(f"{name} takes {describe(kind)}" for name, kind in free.items())
+    return f"{label} was given {show(token)}, which none of its options takes ({known}); correct the value"
+
+
+def _cast_named(
+    named: Mapping[str, Any], kinds: Mapping[str, Kind], label: str, retired: Mapping[str, str]
+) -> tuple[dict[str, Any], list[str]]:
     options: dict[str, Any] = {}
     problems = []
     for name, value in named.items():
@@ -145,6 +189,8 @@ def _cast_named(named: Mapping[str, Any], kinds: Mapping[str, Kind], label: str)
             close = get_close_matches(name, kinds, n=1)
             hint = f"did you mean {close[0]}?" if close else f"its options are {', '.join(kinds)}"
             problems.append(f"{label} has no option {name}; {hint}")
+        elif isinstance(value, str) and value in retired:
+            problems.append(f"{label} was given {name} {show(value)}, {retired[value]}")
         elif value is not None:
             try:
                 options[name] = cast(value, kinds[name])

@@ -13,16 +13,26 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
-__all__ = ["BOOL_WORDS", "UNSET", "Kind", "cast", "describe", "is_bool_word", "kind_of_hint", "show"]
+__all__ = [
+    "BOOL_WORDS",
+    "UNSET",
+    "Kind",
+    "cast",
+    "describe",
+    "describe_choices",
+    "is_bool_word",
+    "kind_of_hint",
+    "show",
+]
 
 # the words of transformers.hf_argparser.string_to_bool
 BOOL_WORDS: Final[Mapping[str, bool]] = types.MappingProxyType(
-    {word: True for word in ("yes", "true", "t", "y", "1")} | {word: False for word in ("no", "false", "f", "n", "0")}
+    dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
 )
 UNSET: Final = object()  # default of a field that has none, or none that can be read
 _WHOLE = re.compile(r"[+-]?\d+")
@@ -98,15 +108,19 @@ _NOUNS: Final[Mapping[str, str]] = types.MappingProxyType(
 )
 
 
+def describe_choices(choices: Sequence[str]) -> str:
+    """Return choices in words."""
+    return f"only {choices[0]}" if len(choices) == 1 else f"one of {', '.join(choices)}"
+
+
 def describe(kind: Kind) -> str:
     """Return what ``kind`` takes, in words."""
     nouns = {base: _NOUNS[base] for base in _CASTS if base in kind.bases and base in _NOUNS}
     if kind.choices is not None:
-        words = ", ".join(kind.choices)
         if "str" in nouns:
-            nouns["str"] = f"one of {words}"
+            nouns["str"] = describe_choices(kind.choices)
         if "list" in nouns:
-            nouns["list"] = f"a list of {words}"
+            nouns["list"] = f"a list of {', '.join(kind.choices)}"
     if "int" in nouns and "float" in nouns:
         del nouns["int"]
     if "other" in kind.bases and not nouns:

@@ -1,26 +1,46 @@
 """``--padding_free`` and ``--multipack``."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tuning.config.nested import build_config, check_choices, names_off
 
 __all__ = ["AttentionAndDistributedPackingConfig", "MultiPack", "PaddingFree"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaddingFree:
-    """``--padding_free``: no token of padding is computed."""
+    """``--padding_free``: no token of padding is computed.
+
+    Raises:
+        ConfigError: If ``method`` is none of the choices.
+    """
 
     method: str = field(
         default="huggingface",
         metadata={
             "help": "How: huggingface (samples are laid end to end and the model is told their boundaries).",
             "choices": ["huggingface"],
+            "retired": {
+                "huggingface-injected": "which patched old versions of transformers and is gone; use huggingface"
+            },
         },
     )
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown method."""
+        check_choices(self, flag="padding_free")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MultiPack:
-    """``--multipack``: every GPU gets equal work."""
+    """``--multipack``: every GPU gets equal work.
+
+    Raises:
+        ConfigError: If an option is none of its choices.
+    """
 
     num_processes: int = field(
         default=16, metadata={"help": "Processes that measure lengths where the data does not know them."}
@@ -54,14 +74,39 @@ class MultiPack:
         },
     )
 
+    def __post_init__(self) -> None:
+        """Refuse an unknown mode, cost or policy."""
+        check_choices(self, flag="multipack")
+
+
+if TYPE_CHECKING:
+    _PaddingFreeOption = PaddingFree | None
+    _MultiPackOption = MultiPack | None
+else:
+    # texts, lists and objects are built in __post_init__; `str` is what HfArgumentParser takes for such a field
+    _PaddingFreeOption = PaddingFree | str | None
+    _MultiPackOption = MultiPack | str | None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionAndDistributedPackingConfig:
-    """The attention and packing flags together."""
+    """The attention and packing flags together; text, lists and objects are built into the config objects.
 
-    padding_free: PaddingFree | None = field(
-        default=None, metadata={"help": "Compute no padding: huggingface. Default: off."}
+    Raises:
+        ConfigError: If an option cannot be read.
+    """
+
+    padding_free: _PaddingFreeOption = field(
+        default=None, metadata={"help": "Compute no padding: huggingface. Default: off.", "nargs": "*"}
     )
-    multipack: MultiPack | None = field(
-        default=None, metadata={"help": "Balance the work of all ranks; see docs/multipack.md. Default: off."}
+    multipack: _MultiPackOption = field(
+        default=None,
+        metadata={"help": "Balance the work of all ranks; see docs/multipack.md. Default: off.", "nargs": "*"},
     )
+
+    def __post_init__(self) -> None:
+        """Build the config objects, once."""
+        for name, config_type in (("padding_free", PaddingFree), ("multipack", MultiPack)):
+            value = getattr(self, name)
+            built = None if names_off(value) else build_config(config_type, value, flag=name)
+            object.__setattr__(self, name, built)
