@@ -175,6 +175,11 @@ def _refuse_flex(request: Request) -> str | None:
     return "no dropout" if request.dropout else None
 
 
+def _refuse_cpu_flash(request: Request) -> str | None:
+    missing = [feature for feature in ("softcap", "sinks") if getattr(request, feature)]
+    return f"no {missing[0]}" if missing else None
+
+
 def _refuse_nothing(request: Request) -> str | None:
     return None
 
@@ -199,24 +204,28 @@ def _find_nothing() -> str | None:
 # so flash-attn itself is asked for by its distribution.
 PROVIDERS: tuple[Provider, ...] = (
     Provider(
-        name="FlashAttention 3", device_type="cuda", find=_find_module("flash_attn_interface"), refuse=_refuse_flash_3,
-        load=load_flash_attn_3,
+        name="FlashAttention 3", device_type="cuda",
+        find=_find_module("flash_attn_interface"), refuse=_refuse_flash_3, load=load_flash_attn_3,
     ),
     Provider(
-        name="flash-attn-4", device_type="cuda", find=_find_module("flash_attn", "flash-attn-4"), refuse=_refuse_flash_4,
-        load=load_flash_attn_4,
+        name="flash-attn-4", device_type="cuda",
+        find=_find_module("flash_attn", "flash-attn-4"), refuse=_refuse_flash_4, load=load_flash_attn_4,
     ),
     Provider(
-        name="torch varlen", device_type="cuda", find=_find_module("torch.nn.attention.varlen"), refuse=_refuse_torch_varlen,
-        load=load_torch_varlen,
+        name="torch varlen", device_type="cuda",
+        find=_find_module("torch.nn.attention.varlen"), refuse=_refuse_torch_varlen, load=load_torch_varlen,
     ),
     Provider(
-        name="flash-attn 2", device_type="cuda", find=_find_module("flash_attn", "flash-attn"), refuse=_refuse_flash_2,
-        load=load_flash_attn_2,
+        name="flash-attn 2", device_type="cuda",
+        find=_find_module("flash_attn", "flash-attn"), refuse=_refuse_flash_2, load=load_flash_attn_2,
     ),
     Provider(name="flex_attention", device_type="cuda", find=_find_nothing, refuse=_refuse_flex, load=load_flex),
     Provider(
-        name="torch's CPU flash kernel, sample by sample", device_type="cpu", find=_find_nothing, refuse=_refuse_nothing,
-        load=lambda: attend_segments,
+        name="torch's CPU flash kernel, sample by sample", device_type="cpu",
+        find=_find_nothing, refuse=_refuse_cpu_flash, load=lambda: attend_segments,
+    ),
+    Provider(
+        name="written-out attention, sample by sample", device_type="cpu",
+        find=_find_nothing, refuse=_refuse_nothing, load=lambda: attend_segments,
     ),
 )  # fmt: skip

@@ -32,15 +32,12 @@ BOUNDARY_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k
 
 
 @contextmanager
-def switched(model: nn.Module, *, bound: Callable[[int], int] | None = None) -> Iterator[VarlenAttention]:
+def switched(model: nn.Module, *, bound: Callable[[int], int] | None = None) -> Iterator[None]:
     """Let ``model`` attend inside samples wherever boundaries come with a batch, while the context lasts.
 
     Args:
         model: Any model whose attention is transformers'; peft may wrap it.
         bound: Makes an upper bound of a batch's longest length, so that a compiler sees few values; None: as it is.
-
-    Yields:
-        The attention function.
 
     Raises:
         UnsupportedError: If parts of the model have different kinds of attention.
@@ -58,7 +55,7 @@ def switched(model: nn.Module, *, bound: Callable[[int], int] | None = None) -> 
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 hooks.enter_context(_hooked(module, _FlatForward(configs, names, bound)))
-        yield attention
+        yield
 
 
 def find_configs(model: nn.Module) -> list[PreTrainedConfig]:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -30,9 +31,10 @@ from tuning.attention.variant import PLAIN, Variant
 from tuning.errors import UnsupportedError
 from tuning.logs import logger
 
-__all__ = ["NAME", "Names", "VarlenAttention", "registered", "varlen_attention"]
+__all__ = ["NAME", "Names", "VarlenAttention", "is_flat", "registered", "varlen_attention"]
 
 NAME = "packtune_varlen"
+_FLAT_NAME = f"{NAME}_flat"
 _MAX_TOKENS = 2**31 - 1  # boundaries are int32
 _log = logger(__name__)
 
@@ -97,6 +99,7 @@ class _Chooser:
             choice = self._choices[key] = self._choose(q_THD, v_TKD, needs)
         return choice.kernel(q_THD, k_TKD, v_TKD, cu_seqlens, max_seqlen, variant)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # imports and logs; a compiled layer meets it once
     def _choose(self, q_THD: torch.Tensor, v_TKD: torch.Tensor, needs: tuple[bool, ...]) -> Choice:
         device = q_THD.device
         window, softcap, sinks, dropout = needs
@@ -243,6 +246,11 @@ class Names:
     flat: str
 
 
+def is_flat(config: PreTrainedConfig) -> bool:
+    """Say whether a flattened forward of this config's model is under way."""
+    return (config._attn_implementation or "").startswith(_FLAT_NAME)
+
+
 @contextmanager
 def registered(attention: VarlenAttention) -> Iterator[Names]:
     """Register ``attention`` with transformers while the context lasts.
@@ -251,7 +259,7 @@ def registered(attention: VarlenAttention) -> Iterator[Names]:
         Its names; a second one at the same time gets others.
     """
     suffix = next(text for i in count() if f"{NAME}{(text := str(i or ''))}" not in ALL_ATTENTION_FUNCTIONS)
-    names = Names(resting=f"{NAME}{suffix}", flat=f"{NAME}_flat{suffix}")
+    names = Names(resting=f"{NAME}{suffix}", flat=f"{_FLAT_NAME}{suffix}")
     masks = ALL_MASK_ATTENTION_FUNCTIONS
     ALL_ATTENTION_FUNCTIONS[names.resting] = attention.attend
     ALL_ATTENTION_FUNCTIONS[names.flat] = attention.attend_flat
