@@ -6,7 +6,6 @@ the only caller of plugin hooks; the order of hooks is the order of the plugin t
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from tuning.acceleration.patching import Applied, applied_patches
 from tuning.acceleration.plugin import AccelerationPlugin, Facts
+from tuning.config.nested import build_config
 from tuning.environment import installed_version
-from tuning.errors import ConfigError, PluginError
+from tuning.errors import ConfigError, PluginError, UserError
 from tuning.logs import logger
 from tuning.seats import Collator, Seats
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["ENTRY_POINT_GROUP", "AccelerationFramework", "render_table", "third_party_plugins"]
 
 ENTRY_POINT_GROUP = "tuning.plugins"
+# a plugin that overrides one of these takes the seat in every run; the loss seat may be declined run by run
+_REPLACING_SEATS = ("load_model", "batch_sampler")
 _log = logger(__name__)
 
 
@@ -55,7 +57,7 @@ class AccelerationFramework:
         classes = {name: _load_class(name, plugins[name]) for name in plugins if name in flags}
         _check_combination(classes)
         self.plugins: tuple[AccelerationPlugin[Any], ...] = tuple(
-            cls(_build_config(cls.config_type, flags[name], flag=name)) for name, cls in classes.items()
+            cls(build_config(cls.config_type, flags[name], flag=name)) for name, cls in classes.items()
         )
         for plugin in self.plugins:
             if not plugin.stable:
@@ -67,18 +69,22 @@ class AccelerationFramework:
         return frozenset(plugin.name for plugin in self.plugins)
 
     def check(self, facts: Facts) -> None:
-        """Let every plugin refuse before weights are loaded; all refusals are told at once.
+        """Let every plugin refuse before weights are loaded; all refusals, and seats with two takers, are told at once.
 
         Raises:
             ConfigError: With every refusal.
         """
         problems: list[str] = []
+        for seat in _REPLACING_SEATS:
+            takers = self._takers_all(seat)
+            if len(takers) > 1:
+                problems.append(_two_takers(takers, seat))
         for plugin in self.plugins:
             try:
                 plugin.check(facts)
             except ConfigError as error:
                 problems.extend(error.problems)
-            except ValueError as error:
+            except UserError as error:
                 problems.append(str(error))
         if problems:
             raise ConfigError(problems)
@@ -182,43 +188,24 @@ def _load_class(name: str, where: str) -> type[AccelerationPlugin[Any]]:
     module_name, _, class_name = where.partition(":")
     try:
         cls = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # a plugin runs code of its own when it is imported, and may raise anything
         raise PluginError(
             f"--{name} was asked for, but its plugin {where} cannot be imported ({error}); "
             "install what it needs or drop the flag"
         ) from error
     if not (isinstance(cls, type) and issubclass(cls, AccelerationPlugin)):
         raise PluginError(f"--{name} was asked for, but {where} is no AccelerationPlugin; report this to its authors")
+    if getattr(cls, "name", None) != name:
+        raise PluginError(
+            f"--{name} was asked for, but its plugin {where} calls itself {getattr(cls, 'name', 'nothing')}; report "
+            "this to its authors"
+        )
     missing = [package for package in cls.packages if installed_version(package) is None]
     if missing:
         raise PluginError(
             f"--{name} was asked for, but it needs {', '.join(missing)}, not installed; pip install {' '.join(missing)}"
         )
     return cls
-
-
-def _build_config(config_type: type, value: Any, *, flag: str) -> Any:  # noqa: ANN401 - whatever config_type makes
-    """Make a third-party plugin's config object of its raw flag value; one that is made already passes through."""
-    if isinstance(value, config_type):
-        return value
-    names = [item.name for item in dataclasses.fields(config_type) if item.init]
-    if isinstance(value, Mapping):
-        options = dict(value)
-    else:
-        tokens = [value] if isinstance(value, str) else list(value)
-        options = {}
-        for name, token in zip(names, tokens, strict=False):
-            key, separator, text = str(token).partition("=")
-            options[key if separator else name] = text if separator else token
-        if len(tokens) > len(options):
-            raise ConfigError(f"--{flag} takes at most {len(names)} values ({', '.join(names)}), got {len(tokens)}")
-    unknown = sorted(set(options) - set(names))
-    if unknown:
-        raise ConfigError(f"--{flag} has no option {', '.join(unknown)}; it has {', '.join(names) or 'none'}")
-    try:
-        return config_type(**options)
-    except TypeError as error:
-        raise ConfigError(f"--{flag} cannot be read ({error}); it has the options {', '.join(names)}") from error
 
 
 def _check_combination(classes: Mapping[str, type[AccelerationPlugin[Any]]]) -> None:
@@ -229,11 +216,12 @@ def _check_combination(classes: Mapping[str, type[AccelerationPlugin[Any]]]) -> 
             for other in sorted(cls.requires - set(classes))
         ]
         problems += [
-            f"--{name} and --{other} cannot be used together; keep one"
+            f"--{min(name, other)} and --{max(name, other)} cannot be used together; keep one"
             for other in sorted(cls.conflicts & set(classes))
         ]
     if problems:
-        raise ConfigError(problems)
+        # two plugins may each name the other
+        raise ConfigError(list(dict.fromkeys(problems)))
 
 
 def _two_takers(takers: Sequence[AccelerationPlugin[Any]], seat: str) -> str:
