@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
+from tuning.errors import ConfigError
+
 __all__ = ["Environment", "Launch", "detect", "detect_launch", "installed_version"]
 
 # names as torchrun and accelerate export them
@@ -64,15 +66,29 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
 
     Args:
         environ: Variables to read; default: those of the process.
+
+    Raises:
+        ConfigError: If a rank or the number of processes is no whole number.
     """
     values = os.environ if environ is None else environ
     return Launch(
-        rank=int(values.get(_RANK, "0")),
-        local_rank=int(values.get(_LOCAL_RANK, "0")),
-        world_size=int(values.get(_WORLD_SIZE, "1")),
+        rank=_read_count(values, _RANK, 0),
+        local_rank=_read_count(values, _LOCAL_RANK, 0),
+        world_size=_read_count(values, _WORLD_SIZE, 1),
         termination_log=values.get("TERMINATION_LOG_FILE") or None,
         config_path=values.get("SFT_TRAINER_CONFIG_JSON_PATH") or None,
     )
+
+
+def _read_count(values: Mapping[str, str], name: str, default: int) -> int:
+    text = values.get(name) or str(default)
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"The environment variable {name} is {text!r}, but it must be a whole number, as torchrun and accelerate "
+            "set it; correct or unset it"
+        ) from error
 
 
 def detect(launch: Launch | None = None, *, use_cpu: bool = False) -> Environment:
