@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from tuning import environment
 from tuning.acceleration.framework import AccelerationFramework, third_party_plugins
 from tuning.acceleration.plugin import Facts
 from tuning.acceleration.plugins import BUILTIN
+from tuning.config import validation
 from tuning.config.acceleration_configs import (
     AccelerationFrameworkConfig,
     AttentionAndDistributedPackingConfig,
@@ -25,6 +27,8 @@ from tuning.config.acceleration_configs import (
     QuantizedLoraConfig,
 )
 from tuning.config.configs import DEFAULT_MAX_SEQ_LENGTH, DataArguments, ModelArguments
+from tuning.config.peft_config import LoraConfig, PromptTuningConfig
+from tuning.config.run_config import RunConfig
 from tuning.data import collators, sources, tokenization
 from tuning.errors import ConfigError
 from tuning.logs import logger
@@ -36,30 +40,35 @@ from tuning.trainers.sft import SFTTrainer
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, TrainerCallback
 
-    from tuning.config.parsing import RunConfig
-    from tuning.config.peft_config import LoraConfig, PromptTuningConfig
     from tuning.environment import Environment, Launch
     from tuning.trainers.arguments import TrainingArguments
 
 __all__ = ["run", "train"]
 
 _log = logger(__name__)
+_PEFT_METHODS = {LoraConfig: "lora", PromptTuningConfig: "pt"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hooks:
+    """What a Python program may add to a run and a command line cannot.
+
+    Attributes:
+        callbacks: Trainer callbacks beside the plugins'.
+        compute_metrics: As in ``transformers.Trainer``.
+        preprocess_logits_for_metrics: As in ``transformers.Trainer``.
+    """
+
+    callbacks: tuple[TrainerCallback, ...] = ()
+    compute_metrics: Callable[..., dict[str, float]] | None = None
+    preprocess_logits_for_metrics: Callable[..., torch.Tensor] | None = None
 
 
 def run(config: RunConfig, launch: Launch) -> None:
     """Do what the command line asked; ``config`` is parsed, resolved and checked."""
     env = environment.detect(launch, use_cpu=bool(config.train.get("use_cpu", False)))
     train_args = arguments.build(_with_mixed_precision(config, env))
-    train(
-        config.model,
-        config.data,
-        train_args,
-        config.peft,
-        quantized_lora_config=config.acceleration.quantized,
-        fusedops_kernels_config=config.acceleration.kernels,
-        attention_and_distributed_packing_config=config.acceleration.attention,
-        extra_plugins=config.acceleration.extra,
-    )
+    _run_stages(config, train_args, Hooks())
 
 
 def train(  # noqa: PLR0913 - the signature of fms-hf-tuning
@@ -76,7 +85,7 @@ def train(  # noqa: PLR0913 - the signature of fms-hf-tuning
     compute_metrics: Callable[..., dict[str, float]] | None = None,
     preprocess_logits_for_metrics: Callable[..., torch.Tensor] | None = None,
 ) -> tuple[SFTTrainer, dict[str, float]]:
-    """Fine-tune a model.
+    """Fine-tune a model: the command line as a function.
 
     Args:
         model_args: Which model.
@@ -88,7 +97,7 @@ def train(  # noqa: PLR0913 - the signature of fms-hf-tuning
         attention_and_distributed_packing_config: Padding-free, multipack.
         extra_plugins: Third-party flags and their values.
         additional_callbacks: Trainer callbacks beside the plugins'.
-        compute_metrics: As in ``transformers.Trainer``.
+        compute_metrics: As in ``transformers.Trainer``; one row a sample, also padding-free.
         preprocess_logits_for_metrics: As in ``transformers.Trainer``.
 
     Returns:
@@ -97,13 +106,34 @@ def train(  # noqa: PLR0913 - the signature of fms-hf-tuning
     Raises:
         UserError: For everything the user can mend; nothing has been written then.
     """
-    acceleration = AccelerationFrameworkConfig(
-        attention=attention_and_distributed_packing_config or AttentionAndDistributedPackingConfig(),
-        kernels=fusedops_kernels_config or FusedOpsAndKernelsConfig(),
-        quantized=quantized_lora_config or QuantizedLoraConfig(),
-        extra=extra_plugins,
+    launch = environment.detect_launch()
+    config = RunConfig(
+        model=model_args,
+        data=data_args,
+        train={item.name: getattr(train_args, item.name) for item in dataclasses.fields(train_args)},
+        peft_method=_PEFT_METHODS.get(type(peft_config), "none" if peft_config is None else "lora"),
+        peft=peft_config,
+        acceleration=AccelerationFrameworkConfig(
+            attention=attention_and_distributed_packing_config or AttentionAndDistributedPackingConfig(),
+            kernels=fusedops_kernels_config or FusedOpsAndKernelsConfig(),
+            quantized=quantized_lora_config or QuantizedLoraConfig(),
+            extra=extra_plugins,
+        ),
     )
-    framework = AccelerationFramework(acceleration.active(), plugins={**BUILTIN, **third_party_plugins()})
+    config = validation.resolve(config, launch)
+    validation.check(config, launch)
+    hooks = Hooks(
+        callbacks=tuple(additional_callbacks),
+        compute_metrics=compute_metrics,
+        preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+    )
+    return _run_stages(config, train_args, hooks)
+
+
+def _run_stages(config: RunConfig, train_args: TrainingArguments, hooks: Hooks) -> tuple[SFTTrainer, dict[str, float]]:
+    """Do the stages of a run that has been checked; see :func:`train`."""
+    model_args, data_args = config.model, config.data
+    framework = AccelerationFramework(config.acceleration.active(), plugins={**BUILTIN, **third_party_plugins()})
     checkpoint = loader.find_checkpoint(model_args, trust_remote_code=train_args.trust_remote_code)
     sources.check(data_args)
     resume_from = checkpoints.find_resume(
@@ -119,7 +149,7 @@ def train(  # noqa: PLR0913 - the signature of fms-hf-tuning
         pad_token=train_args.pad_token,
     )
     peft = adapters.build_peft_config(
-        peft_config,
+        config.peft,
         tokenizer_name=model_args.tokenizer_name_or_path or checkpoint.name,
         has_new_tokens=bool(loaded.added),
     )
@@ -152,9 +182,9 @@ def train(  # noqa: PLR0913 - the signature of fms-hf-tuning
             train_dataset=data.train,
             eval_dataset=data.eval,
             tokenizer=loaded.tokenizer,
-            seats=dataclasses.replace(seats, callbacks=(*seats.callbacks, *additional_callbacks)),
-            compute_metrics=compute_metrics,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            seats=dataclasses.replace(seats, callbacks=(*seats.callbacks, *hooks.callbacks)),
+            compute_metrics=hooks.compute_metrics,
+            preprocess_logits_for_metrics=hooks.preprocess_logits_for_metrics,
         )
         first_rows = [data.train[row] for row in range(min(len(data.train), train_args.per_device_train_batch_size))]
         framework.self_test(model, trainer.data_collator(first_rows))
