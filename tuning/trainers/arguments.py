@@ -35,7 +35,10 @@ class TrainingArguments(SFTConfig):
         default="auto",
         metadata={
             "help": "Recompute activations in the backward pass: true, false, or auto (default), which decides by "
-            "device and model size and says so."
+            "device and model size and says so.",
+            "choices": ["auto", "true", "false"],
+            "nargs": "?",
+            "const": "true",
         },
     )
     logging_nan_inf_filter: bool = field(
@@ -61,10 +64,15 @@ class TrainingArguments(SFTConfig):
         """Resolve our own choices, then let TRL and transformers resolve theirs.
 
         Raises:
-            ConfigError: If ``gradient_checkpointing`` is no known word, or its two names contradict each other.
+            ConfigError: If ``gradient_checkpointing`` is no known word, its two names contradict each other, or fp16
+                is asked for on the CPU.
         """
         on_cpu = self.use_cpu or not torch.cuda.is_available()
-        if self.bf16 is None and on_cpu:
+        if self.fp16 and on_cpu:
+            raise ConfigError(
+                "--fp16 needs a GPU, and this run is on the CPU; drop it, or use --bf16 true, which the CPU can do"
+            )
+        if getattr(self, "bf16", None) is None and on_cpu:
             # TRL's default, mixed bfloat16, raises there or costs time
             self.bf16 = False
         wanted, self.is_checkpointing_auto = _read_checkpointing(self.gradient_checkpointing, on_cpu=on_cpu)
@@ -74,23 +82,28 @@ class TrainingArguments(SFTConfig):
     def _set_checkpointing(self, wanted: bool) -> None:  # noqa: FBT001 - private
         names = {item.name for item in dataclasses.fields(self)}
         if "activation_checkpointing" not in names:
-            # transformers before 5.24 knows the old name alone
-            self.gradient_checkpointing = wanted
+            # transformers before 5.24 knows the old name alone; a flag is text until here
+            self.gradient_checkpointing = wanted  # type: ignore[assignment]
             return
         newer = getattr(self, "activation_checkpointing", None)
-        if newer is not None and not self.is_checkpointing_auto and newer != wanted:
-            raise ConfigError(
-                f"--gradient_checkpointing {wanted} and --activation_checkpointing {newer} contradict each other; "
-                "keep one"
-            )
         if newer is None:
             self.activation_checkpointing = wanted
+        elif self.is_checkpointing_auto:
+            self.is_checkpointing_auto = False
+        elif newer != wanted:
+            raise _contradiction("checkpointing", str(wanted).lower(), str(not wanted).lower())
         old_kwargs = getattr(self, "gradient_checkpointing_kwargs", None)
-        if self.activation_checkpointing_kwargs is None:
-            self.activation_checkpointing_kwargs = old_kwargs
+        new_kwargs = getattr(self, "activation_checkpointing_kwargs", None)
+        if old_kwargs and new_kwargs and old_kwargs != new_kwargs:
+            raise _contradiction("checkpointing_kwargs", old_kwargs, new_kwargs)
+        self.activation_checkpointing_kwargs = new_kwargs or old_kwargs
         # the old names mirror the new ones; left as they are, transformers warns of them
         for name in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
             setattr(self, name, None)
+
+
+def _contradiction(name: str, older: object, newer: object) -> ConfigError:
+    return ConfigError(f"--gradient_{name} {older} and --activation_{name} {newer} contradict each other; keep one")
 
 
 def _read_checkpointing(value: object, *, on_cpu: bool) -> tuple[bool, bool]:
