@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tuning.errors import PluginError
+from tuning.errors import PluginError, UserError
 
 __all__ = ["check_isolation", "cut_batch"]
 
@@ -184,9 +184,21 @@ def _run(
 
 
 def _forward(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-    """Return the logits, [T, V]; random numbers are the same in every call."""
+    """Return the logits, [T, V]; random numbers are the same in every call.
+
+    Raises:
+        PluginError: If the model cannot run the batch at all.
+    """
     torch.manual_seed(0)
-    logits: torch.Tensor = model(**batch, use_cache=False).logits
+    try:
+        logits: torch.Tensor = model(**batch, use_cache=False).logits
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise PluginError(
+            f"--padding_free was asked for, but {type(model).__name__} cannot run a flattened batch "
+            f"({type(error).__name__}: {error}). Train this model without --padding_free."
+        ) from error
     return logits[0]
 
 

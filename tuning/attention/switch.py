@@ -13,6 +13,7 @@ outer class directly, and the trainer replaces it; the inner class is always cal
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -25,7 +26,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from tuning.attention.varlen import Names, VarlenAttention, registered
 from tuning.errors import DataError, UnsupportedError
 
-__all__ = ["BOUNDARY_KEYS", "find_configs", "switched"]
+__all__ = ["BOUNDARY_KEYS", "find_configs", "has_exchangeable_attention", "switched"]
 
 # what a flattened batch carries beside ids, labels and positions
 BOUNDARY_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -66,6 +67,16 @@ def find_configs(model: nn.Module) -> list[PreTrainedConfig]:
         if isinstance(config := module.__dict__.get("config"), PreTrainedConfig)
     }
     return list(found.values())
+
+
+def has_exchangeable_attention(model_class: type[PreTrainedModel]) -> bool:
+    """Say whether a model class looks its attention up by name, so that another can be put in.
+
+    The class says so itself, or its file holds transformers' table of attentions (some classes forget to say).
+    """
+    if getattr(model_class, "_supports_attention_backend", False):
+        return True
+    return hasattr(sys.modules.get(model_class.__module__), "ALL_ATTENTION_FUNCTIONS")
 
 
 def _set_implementation(configs: Sequence[PreTrainedConfig], names: Sequence[str | None]) -> None:

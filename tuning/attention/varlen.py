@@ -199,11 +199,23 @@ def _refuse_what_boundaries_cannot_say(
         reason = "attention that looks ahead"
     elif kwargs.get("position_bias") is not None:
         reason = "a learned position bias"
+    elif "sliding_window" not in kwargs and _is_windowed(module):
+        reason = "a sliding window that it tells its mask alone"
     if reason is not None:
         raise UnsupportedError(
             f"--padding_free was asked for, but {type(module).__name__} has {reason}, which the boundaries of samples "
             "cannot express. Train this model without --padding_free."
         )
+
+
+def _is_windowed(module: nn.Module) -> bool:
+    """Say whether the config gives this layer a window."""
+    config = getattr(module, "config", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    index = getattr(module, "layer_idx", None)
+    return index is not None and index < len(layer_types) and layer_types[index] == "sliding_attention"
 
 
 def _cast_alike(

@@ -20,7 +20,7 @@ from tuning.acceleration.plugin import AccelerationPlugin, Collator, Facts, Patc
 from tuning.attention.isolation import check_isolation
 from tuning.attention.mixers import KERNEL_PACKAGES, find_mixers, has_kernels, run_apart, takes_boundaries
 from tuning.attention.providers import Request, choose
-from tuning.attention.switch import find_configs, switched
+from tuning.attention.switch import find_configs, has_exchangeable_attention, switched
 from tuning.config.acceleration_configs import PaddingFree
 from tuning.data.collators import FlattenedCollator
 from tuning.errors import UnsupportedError
@@ -70,8 +70,8 @@ class PaddingFreePlugin(AccelerationPlugin[PaddingFree]):
         for module in model.modules():
             name = type(module).__name__
             if isinstance(module, PreTrainedModel):
-                if not module._supports_attention_backend:
-                    raise _refusal(f"{name} has an attention of its own, which transformers cannot replace")
+                if not has_exchangeable_attention(type(module)):
+                    raise _refusal(f"{name} has an attention of its own, which cannot be exchanged")
                 if not _takes_any_keyword(module):
                     raise _refusal(
                         f"{name} takes no keyword arguments beside its own, so it cannot be told where samples start"
@@ -158,16 +158,18 @@ def _check_config(config: PretrainedConfig) -> None:
         )
     model_class = cast("Mapping[type, Any]", MODEL_FOR_CAUSAL_LM_MAPPING).get(type(config), None)
     # a class of the checkpoint's own code is looked at once it is loaded
-    if model_class is not None and not model_class._supports_attention_backend:
-        raise _refusal(f"{model_class.__name__} has an attention of its own, which transformers cannot replace")
+    if model_class is not None and not has_exchangeable_attention(model_class):
+        raise _refusal(f"{model_class.__name__} has an attention of its own, which cannot be exchanged")
 
 
 def _check_provider(facts: Facts) -> None:
     """Refuse a device that has no kernel for this model's attention; the text is the provider table's."""
-    text = facts.model_config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    width = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
-    if width is None:
+    # a plain dict: some configs forbid asking for what differs between layers
+    text = facts.model_config.get_text_config().to_dict()
+    heads = text.get("num_attention_heads") or text.get("n_head")
+    hidden = text.get("hidden_size") or text.get("n_embd")
+    width = text.get("head_dim") or (hidden // heads if heads and hidden else None)
+    if not isinstance(width, int):
         return
     choose(
         Request(
@@ -175,11 +177,11 @@ def _check_provider(facts: Facts) -> None:
             capability=facts.compute_capability,
             dtype=_compute_dtype(facts),
             width=width,
-            value_width=getattr(text, "v_head_dim", None) or width,
-            window=getattr(text, "sliding_window", None) is not None,
-            softcap=getattr(text, "attn_logit_softcapping", None) is not None,
+            value_width=text.get("v_head_dim") or width,
+            window=text.get("sliding_window") is not None,
+            softcap=text.get("attn_logit_softcapping") is not None,
             sinks=False,
-            dropout=(getattr(text, "attention_dropout", None) or 0.0) > 0,
+            dropout=(text.get("attention_dropout") or 0.0) > 0,
         )
     )
 
