@@ -43,7 +43,7 @@ class FlexKernel:
 
     def __init__(self, *, compiled: bool) -> None:
         plain: Callable[..., Any] = flex_attention
-        self._attend = torch.compile(plain, dynamic=True) if compiled else plain
+        self._attend = torch.compile(plain, dynamic=True, fullgraph=True) if compiled else plain
         self._cu_seqlens: torch.Tensor | None = None
         self._blocks: dict[int | None, BlockMask] = {}
 
@@ -65,17 +65,18 @@ class FlexKernel:
         q, k, v = (
             functional.pad(x, (0, padded - x.shape[-1])).transpose(0, 1).unsqueeze(0) for x in (q_THD, k_TKD, v_TKD)
         )
-        out, aux = self._attend(
+        with_lse = variant.sinks is not None
+        result = self._attend(
             q, k, v,
             score_mod=None if variant.softcap is None else _softcap_rule(variant.softcap),
             block_mask=self._blocks_of(cu_seqlens, tokens, variant.window),
-            scale=scale, enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True),
+            scale=scale, enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True) if with_lse else None,
         )  # fmt: skip
+        out: torch.Tensor = result[0] if with_lse else result
         if variant.sinks is not None:
-            sinks = variant.sinks.to(aux.lse.dtype)[None, :, None]
-            out = (out * torch.sigmoid(aux.lse - sinks)[..., None]).to(out.dtype)
-        result: torch.Tensor = out[0, ..., :value_width].transpose(0, 1)
-        return result
+            lse = result[1].lse
+            out = (out * torch.sigmoid(lse - variant.sinks.to(lse.dtype)[None, :, None])[..., None]).to(out.dtype)
+        return out[0, ..., :value_width].transpose(0, 1)
 
     def _blocks_of(self, cu_seqlens: torch.Tensor, tokens: int, window: int | None) -> BlockMask:
         """Return the blocks of this batch and window, listed at its first layer."""
