@@ -160,7 +160,8 @@ def _is_whole(path: Path) -> bool:
 
 
 def write_run_state(folder: Path, *, counts: Counts, sampler: dict[str, Any] | None) -> None:
-    """Write our part of a checkpoint into ``folder``."""
+    """Write our part of a checkpoint into ``folder``, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
     state = {"counts": dataclasses.asdict(counts), "sampler": sampler}
     (folder / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
 

@@ -3,7 +3,7 @@
 accelerate shards a loader by handing every N-th batch to a rank and repeats samples from the start where the count
 does not divide. Both are wrong for a sampler that knows its rank, and the repeats are wrong for an exact mean. These
 loaders are never handed to accelerate: a seat without a sample is an empty batch, of which the collator makes a
-filler that adds nothing.
+filler that adds nothing (:class:`FillerBatch`).
 """
 
 from __future__ import annotations
@@ -11,14 +11,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from accelerate.data_loader import DataLoaderShard
 from torch.utils.data import DataLoader, Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from datasets import Dataset
 
-__all__ = ["SequentialBatches", "build_loader"]
+    from tuning.seats import Collator
+
+__all__ = ["FillerBatch", "SequentialBatches", "build_eval_loader", "build_loader"]
+
+
+class FillerBatch(dict[str, Any]):
+    """The batch of an empty seat: computed like any other, with no real token and no target in it.
+
+    A type of its own, because everything between collator and loss (workers, pinning, moving to the device) keeps the
+    type of a batch, while a key of its own would reach the model.
+    """
 
 
 class SequentialBatches(Sampler[list[int]]):
@@ -36,6 +47,8 @@ class SequentialBatches(Sampler[list[int]]):
         self.batch_size = batch_size
         self.rank = rank
         self.world_size = world_size
+        # accelerate's word; with it a loader knows how many rows of the last step are real
+        self.num_processes = world_size
 
     def __len__(self) -> int:
         """Return the batches of every rank."""
@@ -49,12 +62,17 @@ class SequentialBatches(Sampler[list[int]]):
             yield list(range(start, min(start + self.batch_size, self.num_samples)))
 
 
+class _SeatCollator:
+    def __init__(self, inner: Collator) -> None:
+        self.inner = inner
+
+    def __call__(self, samples: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, Any]:
+        batch = self.inner(samples)
+        return batch if samples else FillerBatch(batch)
+
+
 def build_loader(
-    dataset: Dataset,
-    batch_sampler: Sampler[list[int]],
-    collator: Callable[[Any], dict[str, Any]],
-    *,
-    options: Mapping[str, Any],
+    dataset: Dataset, batch_sampler: Sampler[list[int]], collator: Collator, *, options: Mapping[str, Any]
 ) -> DataLoader[Any]:
     """Return a loader of CPU batches, in the order of ``batch_sampler``.
 
@@ -64,4 +82,21 @@ def build_loader(
         collator: Samples to batch; gets an empty list for an empty seat.
         options: Further keyword arguments of ``torch.utils.data.DataLoader``.
     """
-    return DataLoader(dataset, batch_sampler=batch_sampler, collate_fn=collator, **options)
+    return DataLoader(dataset, batch_sampler=batch_sampler, collate_fn=_SeatCollator(collator), **options)
+
+
+def build_eval_loader(
+    dataset: Dataset, batches: SequentialBatches, collator: Collator, *, options: Mapping[str, Any]
+) -> DataLoader[Any]:
+    """Return a loader of CPU batches that tells accelerate when it is at its end.
+
+    ``gather_for_metrics`` cuts the last step to the rows that are real, and it looks at the loader that is being read:
+    without this one it would cut by the size of the training data.
+
+    Args:
+        dataset: Rows with ``input_ids`` and ``labels``.
+        batches: Of this rank.
+        collator: As in :func:`build_loader`.
+        options: As in :func:`build_loader`.
+    """
+    return DataLoaderShard(dataset, batch_sampler=batches, collate_fn=_SeatCollator(collator), **options)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["COUNTS", "Counts", "Meter", "Stopwatch", "render_summary"]
 
 # order of the vector on the device
-COUNTS = ("nll_sum", "supervised", "correct", "entropy_sum", "real", "slots", "aux_loss", "micro_steps")
+COUNTS = ("nll_sum", "supervised", "correct", "entropy_sum", "real", "slots", "aux_loss", "micro_steps", "idle")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +34,7 @@ class Counts:
         slots: Tokens that were computed, padding included.
         aux_loss: Auxiliary losses, summed over micro-steps.
         micro_steps: Micro-steps, summed over ranks.
+        idle: Micro-steps of optimizer steps in which no rank had a token to train on.
     """
 
     nll_sum: float = 0.0
@@ -44,6 +45,7 @@ class Counts:
     slots: float = 0.0
     aux_loss: float = 0.0
     micro_steps: float = 0.0
+    idle: float = 0.0
 
     @property
     def loss(self) -> float:

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import trl
 
+from tuning.errors import CheckpointError, ConfigError
 from tuning.logs import logger
 from tuning.seats import Loss, LossTerms, Seats
 from tuning.trainers.checkpoints import write_run_state
-from tuning.trainers.loaders import SequentialBatches, build_loader
+from tuning.trainers.loaders import FillerBatch, SequentialBatches, build_eval_loader, build_loader
 from tuning.trainers.loss import IGNORE_INDEX, HeadLoss
 from tuning.trainers.metrics import Counts, Meter, Stopwatch
 
@@ -68,6 +69,9 @@ class SFTTrainer(trl.SFTTrainer):
         preprocess_logits_for_metrics: Callable[..., torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
         args.dataset_kwargs = {"skip_prepare_dataset": True}
+        if args.dataloader_pin_memory:
+            # Hugging Face's own loader waits for each copy to the device otherwise
+            args.accelerator_config.non_blocking = True
         super().__init__(
             model=model,
             args=args,
@@ -105,22 +109,17 @@ class SFTTrainer(trl.SFTTrainer):
         return build_loader(self.train_dataset, self.batch_sampler, self.data_collator, options=self._loader_options())
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader[Any]:
-        """Return this rank's evaluation batches, each sample once over all ranks.
-
-        With ``compute_metrics`` on several ranks the loader is Hugging Face's, which knows which rows are repeats.
-        """
+        """Return this rank's evaluation batches, each sample once over all ranks."""
         if isinstance(eval_dataset, str) and isinstance(self.eval_dataset, dict):
             eval_dataset = self.eval_dataset[eval_dataset]
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if self.compute_metrics is not None and self.args.world_size > 1:
-            return super().get_eval_dataloader(dataset)
         batches = SequentialBatches(
             len(dataset),
             batch_size=self.args.eval_batch_size,
             rank=self.args.process_index,
             world_size=self.args.world_size,
         )
-        return build_loader(dataset, batches, self.data_collator, options=self._loader_options())
+        return build_eval_loader(dataset, batches, self.data_collator, options=self._loader_options())
 
     def _loader_options(self) -> dict[str, Any]:
         args = self.args
@@ -132,7 +131,30 @@ class SFTTrainer(trl.SFTTrainer):
             options["prefetch_factor"] = args.dataloader_prefetch_factor
         return options
 
+    def _prepare_input(self, data: Any) -> Any:  # noqa: ANN401 - a batch, or anything inside one
+        """Move a batch to the device without waiting for what the device still has to do."""
+        if isinstance(data, torch.Tensor) and not self.is_deepspeed_enabled:
+            return data.to(self.args.device, non_blocking=True)
+        return super()._prepare_input(data)
+
     # ---- loss ----
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
+        """Count the supervised tokens of one optimizer step over all ranks: one collective, no wait for the device.
+
+        Args:
+            batch_samples: Batches of this rank.
+            device: Where a count that needs a collective goes.
+
+        Returns:
+            A plain number on one rank whose batches are on the host, else a scalar on the device.
+        """
+        if not batch_samples:
+            return None
+        count = torch.stack([batch["labels"][..., 1:].ne(IGNORE_INDEX).sum() for batch in batch_samples]).sum()
+        if self.args.average_tokens_across_devices and self.accelerator.num_processes > 1:
+            return self.accelerator.reduce(count.to(device, non_blocking=True), reduction="sum") // self.get_tp_size()
+        return int(count) if count.device.type == "cpu" else count
 
     def compute_loss(
         self,
@@ -153,33 +175,37 @@ class SFTTrainer(trl.SFTTrainer):
         inputs["use_cache"] = False
         terms = self.loss_of_batch(model, inputs)
         denominator = terms.num_tokens if num_items_in_batch is None else num_items_in_batch
-        # clamped: a step without a target is a loss of 0, not 0 / 0
-        loss = terms.nll_sum / torch.as_tensor(denominator, device=terms.nll_sum.device).clamp(min=1)
+        # at least 1: a step without a target is a loss of 0, not 0 / 0
+        loss = terms.nll_sum / (denominator.clamp(min=1) if torch.is_tensor(denominator) else max(denominator, 1))
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             # DDP and FSDP average gradients over ranks; num_items_in_batch counts all of them
-            loss = loss * self.accelerator.num_processes
+            loss = loss * (self.accelerator.num_processes // self.get_tp_size())
         if terms.aux_loss is not None:
             micro_steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
             loss = loss + self.router_aux_loss_coef * terms.aux_loss / micro_steps
-        self._count("train" if training else "eval", inputs, terms)
+        self._count("train" if training else "eval", inputs, terms, num_items_in_batch)
         if not return_outputs:
             return loss
         with torch.no_grad():
             outputs = model(**{key: value for key, value in inputs.items() if key != "labels"})
         return loss, outputs
 
-    def _count(self, mode: str, inputs: Mapping[str, Any], terms: LossTerms) -> None:
+    def _count(
+        self, mode: str, inputs: Mapping[str, Any], terms: LossTerms, num_items: torch.Tensor | int | None
+    ) -> None:
         slots = inputs["input_ids"].numel()
         mask = inputs.get("attention_mask")
+        real: torch.Tensor | int = slots if mask is None else mask.sum()
         self.meters[mode].add(
             nll_sum=terms.nll_sum,
             supervised=terms.num_tokens,
             correct=terms.num_correct,
             entropy_sum=terms.entropy_sum,
-            real=slots if mask is None else mask.sum(),
+            real=0 if isinstance(inputs, FillerBatch) else real,
             slots=slots,
             aux_loss=terms.aux_loss,
             micro_steps=1,
+            idle=num_items == 0 if num_items is not None else None,
         )
 
     # ---- evaluation ----
@@ -191,17 +217,20 @@ class SFTTrainer(trl.SFTTrainer):
         prediction_loss_only: bool,  # noqa: FBT001 - the signature of transformers.Trainer
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Evaluate one batch; flattened logits and labels come back as one row a sample."""
+        """Evaluate one batch; logits and labels come back as one row a sample and as many rows as a batch may have.
+
+        Rows beyond the samples are all -100; they let ranks with fewer samples gather, and are cut off after that.
+        """
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-        boundaries = inputs.get("cu_seq_lens_q")
-        if logits is None or boundaries is None:
+        if logits is None or labels is None:
             return loss, logits, labels
-        lengths = boundaries.diff().tolist()
-        rows = [
-            torch.nn.utils.rnn.pad_sequence(list(value[0].split(lengths)), batch_first=True, padding_value=IGNORE_INDEX)
-            for value in (logits, labels)
-        ]
-        return loss, rows[0], rows[1]
+        boundaries = inputs.get("cu_seq_lens_q")
+        # a boundary may be repeated to fill a fixed number of them
+        lengths = None if boundaries is None else [length for length in boundaries.diff().tolist() if length]
+        num_rows = self.args.eval_batch_size
+        if "inputs" in self.args.include_for_metrics:
+            inputs["input_ids"] = _to_rows(inputs["input_ids"], lengths, num_rows)
+        return loss, _to_rows(logits, lengths, num_rows), _to_rows(labels, lengths, num_rows)
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:  # noqa: ANN401
         """Evaluate, and put the mean loss a supervised token over all batches and ranks in place of HF's mean."""
@@ -237,9 +266,13 @@ class SFTTrainer(trl.SFTTrainer):
         seconds = self.stopwatch.lap()
         self.train_seconds += seconds
         self.totals = self.totals.plus(counts)
-        if counts.supervised == 0 and not self._warned_without_target:
+        if counts.idle and not self._warned_without_target:
             self._warned_without_target = True
-            _log.warning("no token was trained on since the last log line: every label is %d", IGNORE_INDEX)
+            _log.warning(
+                "an optimizer step up to step %d had no token to train on: every label was %d; its loss counts as 0",
+                self.state.global_step,
+                IGNORE_INDEX,
+            )
         supervised = max(counts.supervised, 1)
         meters = {
             # TRL's names
@@ -275,13 +308,66 @@ class SFTTrainer(trl.SFTTrainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:  # noqa: ANN401 - an optuna trial
         self.stopwatch.stop()
         self.pending = self.pending.plus(self.meters["train"].read(self.accelerator))
-        super()._save_checkpoint(model, trial)
         if self.args.should_save:
             sampler = self.batch_sampler
-            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            # before everything else: trainer_state.json, written last, says that a checkpoint is complete
             write_run_state(
-                folder,
+                Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}",
                 counts=self.totals.plus(self.pending),
                 sampler=sampler.state_dict() if sampler is not None and hasattr(sampler, "state_dict") else None,
             )
+        super()._save_checkpoint(model, trial)
         self.stopwatch.start()
+
+    # ---- hub ----
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the signature of transformers.Trainer
+        """Make the repository that ``--push_to_hub`` pushes to, before anything is trained.
+
+        Raises:
+            ConfigError: If the hub cannot be reached or refuses.
+        """
+        try:
+            super().init_hf_repo(*args, **kwargs)
+        except Exception as error:  # the hub's client lets the errors of its HTTP library through
+            name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+            raise ConfigError(
+                f"--push_to_hub was asked for, but the repository {name} cannot be made on the hub "
+                f"({_first_line(error)}); log in with hf auth login, correct --hub_model_id, or drop --push_to_hub"
+            ) from error
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the signature of transformers.Trainer
+        """Save the model to the output folder and push it.
+
+        Raises:
+            CheckpointError: If it cannot be pushed; it is saved then.
+        """
+        try:
+            return super().push_to_hub(*args, **kwargs)
+        except Exception as error:  # as above
+            raise CheckpointError(
+                f"The model is in {self.args.output_dir}, but it could not be pushed to {self.hub_model_id} "
+                f"({_first_line(error)}); push it with hf upload {self.hub_model_id} {self.args.output_dir}"
+            ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def _to_rows(batch: torch.Tensor, lengths: list[int] | None, num_rows: int) -> torch.Tensor:
+    """Return ``batch`` with one row a sample, rows padded by -100 and rows of -100 up to ``num_rows``.
+
+    Args:
+        batch: ``[B, S, ...]``, or ``[1, T, ...]`` where samples lie end to end.
+        lengths: Tokens of each sample of a flattened batch; None: it has rows already.
+        num_rows: Rows wanted.
+    """
+    if lengths is not None:
+        rows = list(torch.split(batch[0], lengths))
+        batch = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=IGNORE_INDEX)
+    missing = num_rows - batch.shape[0]
+    if missing <= 0:
+        return batch
+    return torch.cat([batch, batch.new_full((missing, *batch.shape[1:]), IGNORE_INDEX)])
