@@ -19,7 +19,7 @@ from datasets import Dataset
 
 from tuning.logs import logger
 
-__all__ = ["code_version", "find", "folder", "key", "store"]
+__all__ = ["code_version", "find", "folder", "key", "metadata", "store"]
 
 _log = logger(__name__)
 
@@ -54,6 +54,12 @@ def find(path: Path) -> Dataset | None:
     except (OSError, pa.ArrowInvalid) as error:
         _log.warning("the cached data %s cannot be read and is made anew: %s", path, error)
         return None
+
+
+def metadata(path: Path) -> dict[bytes, bytes]:
+    """Return what the schema of the table at ``path`` was given as metadata; ``datasets`` keeps only its own part."""
+    with pa.memory_map(str(path)) as source:
+        return dict(pa.ipc.open_stream(source).schema.metadata or {})
 
 
 def store(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Dataset:

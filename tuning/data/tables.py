@@ -2,7 +2,7 @@
 
 Arrow gives a nested column the union of all keys, so that a tool would gain the parameters of other tools as nulls.
 Nested values are therefore kept as the JSON text they were read from, in the type ``datasets.Json``, which survives
-``map``, parquet and reload. Lists of integers (token ids) stay lists.
+``map``, parquet and reload. Lists of integers (token ids) or of booleans (masks) stay lists.
 """
 
 from __future__ import annotations
@@ -95,8 +95,12 @@ def _encode(column: list[Any]) -> pa.Array:
     try:
         if types in _SCALARS:
             return pa.array(column, _SCALARS[types])
-        if types == {list} and set(map(type, chain.from_iterable(filter(None, column)))) <= {int}:
-            return pa.array(column, _IDS)
+        if types == {list}:
+            inner = set(map(type, chain.from_iterable(filter(None, column))))
+            if inner <= {int}:
+                return pa.array(column, _IDS)
+            if inner == {bool}:
+                return pa.array(column, pa.list_(pa.bool_()))
     except OverflowError:  # an integer beyond 64 bits
         pass
     return _json_array(column)
