@@ -161,7 +161,6 @@ def _run_stages(config: RunConfig, train_args: TrainingArguments, hooks: Hooks) 
         loaded.tokenizer,
         data_args,
         max_seq_length=max_sample_tokens(data_args, model_config, peft),
-        seed=train_args.seed,
     )
     _log.info("data:\n%s", data.report)
 
