@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_started = False
     try:
         config = parse(sys.argv[1:] if argv is None else argv, launch)
+        set_up(level=_log_level(config.train.get("log_level")), rank=launch.rank)
         config = validation.resolve(config, launch)
         validation.check(config, launch)
         for note in config.notes:
@@ -65,6 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _report(traceback.format_exc().rstrip(), launch)
         return INTERNAL_ERROR_EXIT
     return 0
+
+
+def _log_level(asked: str | None) -> str:
+    """Return the level of our own log: as asked by ``--log_level``, else info."""
+    return {None: "info", "passive": "info", "detail": "debug"}.get(asked, str(asked))
 
 
 def _report(message: str, launch: Launch) -> None:

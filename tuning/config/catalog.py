@@ -30,7 +30,7 @@ from tuning.config.peft_config import LoraConfig, PromptTuningConfig
 from tuning.config.training_fields import read_training_fields
 from tuning.config.values import UNSET, Kind
 
-__all__ = ["NESTED_TYPES", "PLUGIN_GROUP", "FieldSpec", "list_flags", "own_flags"]
+__all__ = ["NESTED_TYPES", "PATH_OR_OBJECT", "PLUGIN_GROUP", "FieldSpec", "list_flags", "own_flags"]
 
 PLUGIN_GROUP = "tuning.plugins"
 NESTED_TYPES: Final[Mapping[str, type]] = types.MappingProxyType(
@@ -43,6 +43,8 @@ NESTED_TYPES: Final[Mapping[str, type]] = types.MappingProxyType(
         "bnb_qlora": BNBQLoraConfig,
     }
 )
+# training arguments whose text may be the path of a JSON file
+PATH_OR_OBJECT = frozenset({"accelerator_config", "deepspeed", "fsdp_config"})
 _ALIASES: Final[Mapping[str, tuple[str, ...]]] = types.MappingProxyType({"bnb_qlora": ("bitsandbytes",)})
 # dataclass -> the name it goes by in FieldSpec.owner
 _GROUPS: Final[Mapping[type, str]] = types.MappingProxyType(
@@ -144,11 +146,18 @@ def own_flags() -> tuple[FieldSpec, ...]:
     return tuple(specs)
 
 
+def _without_free_text(name: str, kind: Kind) -> Kind:
+    """Return ``kind`` without texts where an object is meant: transformers reads such a text as an object or fails."""
+    if "dict" not in kind.bases or name in PATH_OR_OBJECT:
+        return kind
+    return Kind(bases=tuple(base for base in kind.bases if base != "str"), optional=kind.optional)
+
+
 def _training_flags() -> tuple[FieldSpec, ...]:
     return tuple(
         FieldSpec(
             name=item.name,
-            kind=item.kind,
+            kind=_without_free_text(item.name, item.kind),
             default=item.default,
             help=item.help,
             owner=item.owner,

@@ -8,6 +8,8 @@ subclass of ``trl.SFTConfig``, but importing trl takes seconds, so the name is r
 from __future__ import annotations
 
 import importlib
+import re
+import types
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT_MAX_SEQ_LENGTH", "DataArguments", "ModelArguments", "TrainingArguments"]
 
+_ESCAPE = re.compile(r"\\([ntr])")
+_ESCAPED = types.MappingProxyType({"n": "\n", "t": "\t", "r": "\r"})
 # 4096: the default of fms-hf-tuning, whose users change nothing
 DEFAULT_MAX_SEQ_LENGTH = 4096
 
@@ -130,6 +134,13 @@ class DataArguments:
     preprocessing_num_workers: int | None = field(
         default=None, metadata={"help": "Processes that tokenize; default: one a core."}
     )
+
+    def __post_init__(self) -> None:
+        """Read backslash n, t and r in the templates as the characters, since a shell passes them on as two."""
+        for name in ("response_template", "instruction_template", "data_formatter_template"):
+            text = getattr(self, name)
+            if text is not None:
+                object.__setattr__(self, name, _ESCAPE.sub(lambda match: _ESCAPED[match[1]], text))
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - PEP 562 returns whatever the name stands for

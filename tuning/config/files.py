@@ -125,5 +125,6 @@ def read_yaml(text: str, path: str) -> Any:  # noqa: ANN401 - any YAML value
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{path}{place}: no valid YAML ({error.problem or error.context}); correct it") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: no valid YAML ({' '.join(str(error).split())}); correct it") from error
+    except yaml.reader.ReaderError as error:
+        place = _place(text, error.position)
+        raise ConfigError(f"{path}, {place}: no valid YAML ({error.reason}); correct it") from error

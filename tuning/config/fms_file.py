@@ -15,18 +15,18 @@ from tuning.errors import ConfigError
 
 __all__ = ["read_framework_file"]
 
+_FUSED_OPS = "fused_ops_and_kernels"  # one section there, two flags here
 # path below "plugins" -> flag; the sections as fms-acceleration's sample configurations have them
 _SECTIONS: Final[Mapping[str, str]] = types.MappingProxyType(
     {
         "training.attention.padding_free": "padding_free",
         "training.dataloader.multipack": "multipack",
-        "training.fused_ops_and_kernels": "fast_kernels",
+        "training.fused_ops_and_kernels": _FUSED_OPS,
         "peft.quantization.auto_gptq": "auto_gptq",
         "peft.quantization.bitsandbytes": "bnb_qlora",
-        "peft.quantization.fused_ops_and_kernels": "fused_ops",
+        "peft.quantization.fused_ops_and_kernels": _FUSED_OPS,
     }
 )
-_KERNEL_OPTIONS = ("fast_loss", "fast_rms_layernorm", "fast_rsm_layernorm", "fast_rope_embeddings")
 _LORA_OPTIONS = ("base_layer", "fused_lora")
 
 
@@ -46,12 +46,12 @@ def read_framework_file(path: str) -> dict[str, Any]:
         flag = _SECTIONS.get(section)
         if flag is None:
             problems.append(f"{path} has plugins.{section}, which has no counterpart here; remove it")
-        elif flag == "fused_ops":
+        elif flag == _FUSED_OPS:
             flags |= _split_fused(options)
-        elif flag == "fast_kernels":
-            flags["fast_kernels"] = _kernels(options)
+        elif options.get("use_external_lib"):
+            problems.append(f"{path} asks for the package auto_gptq by use_external_lib, which is not used; remove it")
         else:
-            flags[flag] = dict(options)
+            flags[flag] = {name: value for name, value in options.items() if name != "use_external_lib"}
     if problems:
         raise ConfigError(problems)
     return flags
@@ -66,12 +66,8 @@ def _iter_sections(node: Mapping[str, Any], prefix: str) -> list[tuple[str, Mapp
     return sections
 
 
-def _kernels(options: Mapping[str, Any]) -> dict[str, Any]:
-    names = {name.replace("rsm", "rms"): options[name] for name in _KERNEL_OPTIONS if name in options}
-    return names | {name: value for name, value in options.items() if name not in (*_KERNEL_OPTIONS, *_LORA_OPTIONS)}
-
-
 def _split_fused(options: Mapping[str, Any]) -> dict[str, Any]:
     lora = {name: options[name] for name in _LORA_OPTIONS if name in options}
-    kernels = _kernels(options)
+    # fast_rsm_layernorm: as the sample configurations of the quantised section spell it
+    kernels = {name.replace("_rsm_", "_rms_"): value for name, value in options.items() if name not in _LORA_OPTIONS}
     return ({"fused_lora": lora} if lora else {}) | ({"fast_kernels": kernels} if kernels else {})

@@ -128,8 +128,7 @@ def build_config(config_type: type[T], value: object, *, flag: str, label: str |
     if read is not None:
         return typing.cast(T, read(bare, named, label=label))
     kinds = field_kinds(config_type)
-    takes_bool = any("bool" in kind.bases for kind in kinds.values())
-    if len(bare) == 1 and not named and not takes_bool and str(bare[0]).lower() in ("true", "yes"):
+    if len(bare) == 1 and not named and str(bare[0]).lower() in ("true", "yes"):
         bare = []  # --padding_free true: the flag with its defaults
     retired = _retired(config_type)
     options, problems = _cast_named(named, kinds, label, retired)

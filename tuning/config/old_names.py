@@ -10,7 +10,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, Final
 
-from tuning.config.values import BOOL_WORDS, show
+from tuning.config.values import BOOL_WORDS
 
 __all__ = ["ALWAYS", "REFUSED", "RENAMED", "convert_renamed", "read_always", "read_trackers"]
 
@@ -39,10 +39,15 @@ ALWAYS: Final[Mapping[str, tuple[str, str]]] = types.MappingProxyType(
 REFUSED: Final[Mapping[str, str]] = types.MappingProxyType(
     {
         "accelerate_launch_args": "belongs to the launcher; give its entries to accelerate launch and drop the key",
-        "aim_repo": "needs the Aim tracker, which transformers does not support; use --report_to with another one",
+        **dict.fromkeys(
+            ("aim_experiment", "aim_remote_server_ip", "aim_remote_server_port", "aim_repo", "aim_url"),
+            "needs the Aim tracker, which transformers does not support; use --report_to with another one",
+        ),
+        "cache_dir": "is not a flag here; set the variable HF_HOME instead",
         "fast_moe": "has no counterpart here, experts run as the model has them; drop the flag",
         "logging_dir": "is gone from transformers; set the variable TENSORBOARD_LOGGING_DIR instead",
         "lora_post_process_for_vllm": "is not done here; merge the adapter after training instead",
+        "post_process_vllm": "is not done here; merge the adapter after training instead",
         "mp_parameters": "is gone from transformers; drop the flag",
         "overwrite_output_dir": "is gone from transformers; name an empty --output_dir, or say what to resume from "
         "with --resume_from_checkpoint",
@@ -88,11 +93,10 @@ def read_always(name: str, value: object, label: str) -> tuple[str | None, str |
         A note or None, then a problem or None.
     """
     wanted, why = ALWAYS[name]
-    items = value if isinstance(value, (list, tuple)) else str(value).split()
-    text = " ".join(str(item).lower() for item in items)
+    text = " ".join(str(value).lower().split())
     if BOOL_WORDS.get(text, text) == BOOL_WORDS.get(wanted, wanted):
         return f"{label} {wanted} changes nothing: {why}", None
-    return None, f"{label} was given {show(value)}, but {why}; give {wanted} or drop the flag"
+    return None, f"{label} was given {text}, but {why}; give {wanted} or drop the flag"
 
 
 def read_trackers(value: Any, label: str) -> list[str]:  # noqa: ANN401 - text or list

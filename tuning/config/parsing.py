@@ -95,7 +95,7 @@ def _extra_names(flags: Mapping[str, FieldSpec]) -> list[str]:
 def _merge(strong: Mapping[str, _Given], weak: Mapping[str, _Given]) -> dict[str, _Given]:
     """Return both, ``strong`` winning over the same flag and over its synonyms."""
     overruled = {name for given in strong for name in same_thing(given)}
-    return {**{name: item for name, item in weak.items() if name not in overruled}, **strong}
+    return {**strong, **{name: item for name, item in weak.items() if name not in overruled}}
 
 
 class _Reader:
@@ -110,6 +110,7 @@ class _Reader:
         self.flags = flags
         self.notes = notes
         self.problems: list[str] = []
+        self.words = {*_extra_names(flags), "loss_across_gpus"}
         self.canonical = {alias: spec.name for spec in flags.values() for alias in spec.aliases}
         self.canonical |= {old: new for old, new in RENAMED.items() if old not in flags}
 
@@ -139,13 +140,14 @@ class _Reader:
         return result
 
     def _old_value(self, spelled: str, value: Any, label: str) -> Any:  # noqa: ANN401 - any raw value
+        if isinstance(value, list) and spelled in self.words:
+            value = True if not value else value[0] if len(value) == 1 else " ".join(map(str, value))
         if spelled in ALWAYS and (spelled not in self.flags or spelled == "loss_across_gpus"):
             note, problem = read_always(spelled, value, label)
             self.notes += [note] if note else []
             self.problems += [problem] if problem else []
             return None
         if spelled in RENAMED and spelled not in self.flags:
-            value = value[0] if isinstance(value, list) and len(value) == 1 else True if value == [] else value
             try:
                 return convert_renamed(spelled, value)
             except ValueError as error:

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+from tuning.config.catalog import PATH_OR_OBJECT
 from tuning.config.run_config import RunConfig
 
 __all__ = ["check_paths"]
@@ -52,15 +53,11 @@ def _check_files(config: RunConfig) -> list[str]:
     problems = []
     if config.data.data_config_path:
         problems += _unreadable("--data_config_path", config.data.data_config_path)
-    for name in ("accelerator_config", "deepspeed", "fsdp_config"):
+    for name in sorted(PATH_OR_OBJECT):
         value = config.train.get(name)
         # deepspeed's auto is accelerate's
         if isinstance(value, str) and not (name == "deepspeed" and value == "auto"):
             problems += _unreadable(f"--{name}", value, "correct the path or give a JSON object")
-    for name in ("gradient_checkpointing_kwargs", "lr_scheduler_kwargs", "model_init_kwargs"):
-        value = config.train.get(name)
-        if isinstance(value, str):
-            problems.append(f"--{name} is {value!r}, but takes a JSON object; write it as {{...}} with double quotes")
     return problems
 
 

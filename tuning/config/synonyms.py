@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,35 +98,35 @@ def same_thing(name: str) -> frozenset[str]:
 
 def find_conflicts(config: RunConfig) -> list[str]:
     """Return a sentence for every two names of one thing that have different values."""
-    return [
-        f"--{item.kept} {_show(kept)} and --{item.other} {_show(raw)} say different things about one setting; keep one"
-        for item, kept, raw, converted in _iter_asked(config)
-        if kept is not None and kept != converted
-    ]
+    problems = []
+    for item in SYNONYMS:
+        raw, converted, kept = _read_other(config, item), _convert_other(config, item), _read_kept(config, item.kept)
+        if converted is not None and kept is not None and kept != converted:
+            problems.append(
+                f"--{item.kept} {_show(kept)} and --{item.other} {_show(raw)} say different things about one setting; "
+                "keep one"
+            )
+    return problems
 
 
 def replace_synonyms(config: RunConfig) -> RunConfig:
     """Return ``config`` with each thing under the name that is kept; names in conflict stay, for the check."""
-    for item, kept, _, converted in _iter_asked(config):
-        if kept is None or kept == converted:
-            config = _drop(_with_value(config, item.kept, converted), item.other)
     for item in SYNONYMS:
-        if _read_other(config, item.other) is not None and item.convert(_read_other(config, item.other)) is None:
+        converted, kept = _convert_other(config, item), _read_kept(config, item.kept)
+        if converted is not None and kept in (None, converted):
+            config = _drop(_with_value(config, item.kept, converted), item.other)
+        elif converted is None and _read_other(config, item) is not None:
             config = _drop(config, item.other)
     return config
 
 
-def _iter_asked(config: RunConfig) -> Iterator[tuple[Synonym, Any, Any, Any]]:
-    """Yield each synonym in use: the kept name's value or None, the other's raw value, and what that means."""
-    for item in SYNONYMS:
-        raw = _read_other(config, item.other)
-        converted = None if raw is None else item.convert(raw)
-        if converted is not None:
-            yield item, _read_kept(config, item.kept), raw, converted
+def _convert_other(config: RunConfig, item: Synonym) -> Any:  # noqa: ANN401 - any value
+    raw = _read_other(config, item)
+    return None if raw is None else item.convert(raw)
 
 
-def _read_other(config: RunConfig, name: str) -> Any:  # noqa: ANN401 - any value
-    first, _, key = name.partition(".")
+def _read_other(config: RunConfig, item: Synonym) -> Any:  # noqa: ANN401 - any value
+    first, _, key = item.other.partition(".")
     value = config.train.get(first)
     if not key:
         return value

@@ -24,11 +24,12 @@ def resolve(config: RunConfig, launch: Launch) -> RunConfig:
         config: As parsed, or as a Python program made it.
         launch: How the process was launched.
     """
+    notes = (*config.notes, *rules.find_notes(config))
     config = replace_synonyms(config)
     model = config.model
     if model.torch_dtype is not None:
         model = dataclasses.replace(model, torch_dtype=normalise_dtype(model.torch_dtype))
-    return dataclasses.replace(config, model=model, notes=(*config.notes, *rules.find_notes(config)))
+    return dataclasses.replace(config, model=model, notes=notes)
 
 
 def check(config: RunConfig, launch: Launch) -> None:

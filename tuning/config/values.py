@@ -182,41 +182,53 @@ def _dict(value: object, kind: Kind) -> object:
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, str) and value.lstrip().startswith("{"):
-        return _read_json(value, "object")
+        return _read_object(value)
     return UNSET
 
 
 def _list(value: object, kind: Kind) -> object:
-    if isinstance(value, str):
-        if value.lstrip().startswith("["):
-            value = _read_json(value, "list")
-        elif "str" in kind.bases:
-            return UNSET
-        else:
-            value = [value]
-    if not isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], str):
+        listed = _listed(value[0])
+        value = value if listed is None else listed
+    elif isinstance(value, str):
+        listed = _listed(value)
+        value = listed if listed is not None else value if "str" in kind.bases else [value]
+    if isinstance(value, str) or not isinstance(value, (list, tuple)):
         return UNSET
     items = [_str(item, kind) for item in value]
     return UNSET if UNSET in items else items
 
 
+def _listed(text: str) -> tuple[Any, ...] | None:
+    """Return the list that ``text`` is in JSON, or None; ``[PAD]`` is a text."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    return tuple(value)
+
+
 def _str(value: object, kind: Kind) -> object:
-    if isinstance(value, bool):
-        # a field of texts that lists them, such as true, false and auto, takes the booleans of a file
-        text = str(value).lower()
-        return text if kind.choices is not None and text in kind.choices else UNSET
     if not isinstance(value, (int, float, str)):
         return UNSET
-    text = str(value)
-    return UNSET if kind.choices is not None and text not in kind.choices else text
+    if kind.choices is None:
+        return UNSET if isinstance(value, bool) else str(value)
+    by_lower = {choice.lower(): choice for choice in kind.choices}
+    text = str(value).lower()
+    if text not in by_lower and text in BOOL_WORDS:
+        # a field of texts such as true, false and auto takes every word for true
+        text = str(BOOL_WORDS[text]).lower()
+    return by_lower.get(text, UNSET)
 
 
-def _read_json(text: str, noun: str) -> object:
+def _read_object(text: str) -> object:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"a JSON {noun}, and this one cannot be read at character {error.pos + 1} ({error.msg}; "
+            f"a JSON object, and this one cannot be read at character {error.pos + 1} ({error.msg}; "
             "JSON wants double quotes)"
         ) from error
 
