@@ -26,7 +26,7 @@ def attend_dense(
     scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if variant.scale is None else variant.scale)
     if variant.softcap is not None:
         scores = variant.softcap * torch.tanh(scores / variant.softcap)
-    scores = scores.masked_fill(~allowed_pairs(lengths, variant.window), float("-inf"))
+    scores = scores.masked_fill(~allowed_pairs(lengths, variant.window).to(scores.device), float("-inf"))
     if variant.sinks is not None:
         sinks = variant.sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)
         scores = torch.cat([scores, sinks], dim=-1)

@@ -33,6 +33,7 @@ def test_equals_the_formula(variant, shape):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_compiled_forward_and_backward(variant, dtype):
@@ -48,8 +49,7 @@ def test_compiled_forward_and_backward(variant, dtype):
         if variant.sinks is not None:
             tensors.append(variant.sinks.cuda().requires_grad_())
             rules = dataclasses.replace(variant, sinks=tensors[-1])
-        with torch.device("cuda"):
-            out = attend(*tensors[:3], rules)
+        out = attend(*tensors[:3], rules)
         weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out)
         results.append((out, *torch.autograd.grad((out * weight).sum(), tensors)))
     for ours, dense in zip(*results, strict=True):
@@ -106,3 +106,18 @@ def test_nothing_of_the_size_of_the_squared_batch():
         list_blocks(boundaries([1000, 2000, 1096]), 4096, 300)
     largest = max(abs(event.self_cpu_memory_usage) / max(event.count, 1) for event in profile.key_averages())
     assert largest < 2**20
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_one_compilation_for_all_batches():
+    """Other lengths, other numbers of samples: nothing is compiled after the second batch, and nothing runs unfused."""
+    from torch._dynamo.utils import counters
+
+    kernel, graphs = load_flex(), []
+    for step in range(6):
+        lengths = [100 + 37 * step, 50, *[11] * step]
+        q, k, v = (x.detach().cuda().requires_grad_() for x in random_qkv(lengths, width=64))
+        kernel(q, k, v, boundaries(lengths).cuda(), max(lengths), Variant(softcap=1.5)).sum().backward()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[1] == graphs[-1]

@@ -1,13 +1,19 @@
-"""The adapters pass on what each package's function wants. The packages are stand-ins: their kernels need a GPU."""
+"""The adapters pass on what each package's function wants.
 
+On the CPU the packages are stand-ins, as their kernels need a GPU. On a GPU each that is installed is compared with the
+formula, forward and backward.
+"""
+
+import dataclasses
 import sys
 import types
 
 import pytest
 import torch
 
-from tests.attention.dense import boundaries, random_qkv
+from tests.attention.dense import attend_dense, boundaries, random_qkv
 from tuning.attention import packages
+from tuning.attention.providers import PROVIDERS, Request
 from tuning.attention.variant import PLAIN, Variant
 
 LENGTHS = [3, 5]
@@ -117,6 +123,51 @@ def test_flash_attn_4(monkeypatch, window, expected):
     assert type(function.kwargs["max_seqlen_q"]) is int
 
 
-def test_a_missing_package_says_so():
+def test_a_missing_package_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     with pytest.raises(ImportError):
         packages.load_flash_attn_3()
+
+
+ON_GPU = {
+    "plain": PLAIN,
+    "window": Variant(window=100),
+    "scale": Variant(scale=0.3),
+    "softcap": Variant(softcap=2.0),
+    "sinks": Variant(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+    "window and sinks": Variant(window=100, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("provider", [p for p in PROVIDERS if p.device_type == "cuda"], ids=lambda p: p.name)
+@pytest.mark.parametrize("variant", ON_GPU.values(), ids=ON_GPU)
+@pytest.mark.parametrize("width", [64, 128, 80])
+def test_on_the_gpu(provider, variant, width):
+    request = Request(
+        device_type="cuda", capability=torch.cuda.get_device_capability(), dtype=torch.bfloat16, width=width,
+        value_width=width, window=variant.window is not None, softcap=variant.softcap is not None,
+        sinks=variant.sinks is not None,
+    )  # fmt: skip
+    reason = provider.refuse(request) or provider.find()
+    if reason is not None:
+        pytest.skip(f"{provider.name}: {reason}")
+    lengths = [150, 1, 300, 0, 64, 129]
+    kernel, cu_seqlens = provider.load(), boundaries(lengths).cuda()
+    results = []
+    for attend in (
+        lambda q, k, v, rules: kernel(q, k, v, cu_seqlens, max(lengths), rules),
+        lambda q, k, v, rules: attend_dense(q, k, v, lengths, rules),
+    ):
+        tensors = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in random_qkv(lengths, width=width)]
+        rules = variant
+        if variant.sinks is not None:
+            tensors.append(variant.sinks.cuda().requires_grad_())
+            rules = dataclasses.replace(variant, sinks=tensors[-1])
+        out = attend(*tensors[:3], rules)
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out)
+        results.append((out, *torch.autograd.grad((out * weight).sum(), tensors)))
+    for ours, dense in zip(*results, strict=True):
+        error = (ours.float() - dense.float()).abs().max() / dense.float().abs().max()
+        assert error < 2e-2

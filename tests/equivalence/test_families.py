@@ -154,6 +154,32 @@ def test_checkpointing_keeps_boundaries(name, use_reentrant, monkeypatch):
     assert gradients < GRADIENT_LIMIT
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_on_the_gpu(name, dtype):
+    """fp32 takes flex_attention, bf16 a flash kernel where heads allow; both keep samples apart."""
+    wide = {} if name == "gpt_bigcode" else {"head_dim": 64}
+    model = build_model(name, **wide).to("cuda", dtype)
+    theirs = token_losses(model, to_gpu(padded_batch("right")))
+    facts = build_facts(model, device_type="cuda", compute_capability=torch.cuda.get_device_capability())
+    framework = AccelerationFramework({"padding_free": PaddingFree()}, plugins=BUILTIN)
+    framework.check(facts)
+    with framework.patched(model, facts):
+        batch = FlattenedCollator()(build_samples())
+        check_isolation(model, batch)
+        ours = token_losses(model, to_gpu(batch))
+    scale = max(gradient.abs().max().item() for gradient in theirs[1].values())
+    losses, gradients = largest_difference(ours, theirs)
+    assert losses < (1e-4 if dtype == torch.float32 else 0.2)
+    assert gradients < (1e-3 if dtype == torch.float32 else 0.2) * scale
+
+
+def to_gpu(batch):
+    return {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
 def test_every_family_has_a_word_on_what_it_tests():
     assert all(family.special for family in FAMILIES.values())
     assert FlattenedCollator()(build_samples())["cu_seq_lens_q"].tolist() == [0, 5, 16, 17, 25, 27]

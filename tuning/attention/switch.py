@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from tuning.attention.varlen import Names, VarlenAttention, registered
+from tuning.attention.varlen import Names, VarlenAttention, is_flat, registered
 from tuning.errors import DataError, UnsupportedError
 
 __all__ = ["BOUNDARY_KEYS", "find_configs", "has_exchangeable_attention", "switched"]
@@ -132,7 +132,8 @@ class _FlatForward:
             _set_implementation(self._configs, [self._names.resting] * len(self._configs))
             return None
         kwargs = _clean(type(module).__name__, kwargs)
-        if self._bound is not None:
+        is_outermost = not any(is_flat(config) for config in self._configs)
+        if self._bound is not None and is_outermost:
             kwargs["max_length_q"] = kwargs["max_length_k"] = self._bound(kwargs["max_length_q"])
         _set_implementation(self._configs, [self._names.flat] * len(self._configs))
         return args, kwargs
