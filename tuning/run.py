@@ -110,7 +110,12 @@ def train(  # noqa: PLR0913 - the signature of fms-hf-tuning
     config = RunConfig(
         model=model_args,
         data=data_args,
-        train={item.name: getattr(train_args, item.name) for item in dataclasses.fields(train_args)},
+        train={
+            item.name: getattr(train_args, item.name)
+            for item in dataclasses.fields(train_args)
+            # mirrors of the old names, which TrainingArguments has compared
+            if not item.name.startswith("activation_checkpointing")
+        },
         peft_method=_PEFT_METHODS.get(type(peft_config), "none" if peft_config is None else "lora"),
         peft=peft_config,
         acceleration=AccelerationFrameworkConfig(

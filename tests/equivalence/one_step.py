@@ -1,6 +1,6 @@
 """Do one optimizer step as the product does it, and keep the loss and every gradient before it.
 
-Run as a program (under ``accelerate launch``) it writes them to a file; imported, :func:`one_step` returns them.
+Run as a program (under ``torchrun``) it writes them to a file; imported, :func:`one_step` returns them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def one_step(model: str, data: str, output: str, *, flags: dict[str, Any], **val
         additional_callbacks=[gradients],
     )
     loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-    return {"loss": loss, "gradients": gradients.first, "rank": trainer.args.process_index}
+    return {"loss": loss, "gradients": gradients.first, "rank": trainer.args.process_index, "world_size": trainer.args.world_size}
 
 
 if __name__ == "__main__":

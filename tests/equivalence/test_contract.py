@@ -95,13 +95,15 @@ def test_two_processes(name, inputs, reference, tmp_path):
     root = Path(__file__).parents[2]
     run = subprocess.run(
         [
-            sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--main_process_port",
-            "0", "-m", "tests.equivalence.one_step", str(request),
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+            "-m", "tests.equivalence.one_step", str(request),
         ],
         cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
-    check_equal(torch.load(tmp_path / "result.pt"), reference)
+    result = torch.load(tmp_path / "result.pt")
+    assert result["world_size"] == 2
+    check_equal(result, reference)
 
 
 def test_a_mean_of_means_breaks_the_contract(inputs, reference, tmp_path, monkeypatch):
