@@ -1,7 +1,8 @@
 """Which checkpoint a run goes on from, what a checkpoint holds beside Hugging Face's files, and the final model.
 
 A job killed while it saved leaves the newest folder half written. Such a folder is told apart by its files alone:
-the trainer state must parse, every weights file must be as long as its header says, and the optimizer must be there.
+the trainer state must parse, every weights file must be as long as its header says, and optimizer and schedule must be
+there: Hugging Face goes on without them and says nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import dataclasses
 import json
 import re
 import struct
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +38,7 @@ _ADDED_TOKENS_FILE = "added_tokens_info.json"  # fms-hf-tuning's name
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLE_WEIGHTS = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
-_OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+_OPTIMIZER_FILES = ("optimizer.pt", "scheduler.pt")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +78,7 @@ def find_resume(output_dir: str, asked: str | None, *, model_only: bool = False)
                 f"--resume_from_checkpoint {word} cannot be resumed from: {fault}; name a complete checkpoint, or "
                 "pass true to take the newest complete one"
             )
+        _warn_without_optimizer(Path(word))
         return word
     folder = Path(output_dir)
     numbered = [
@@ -89,11 +92,18 @@ def find_resume(output_dir: str, asked: str | None, *, model_only: bool = False)
             _log.info(
                 "resuming from %s; to start over, pass --resume_from_checkpoint false or another output_dir", path
             )
+            _warn_without_optimizer(path)
             return str(path)
         _log.warning("%s is incomplete (%s) and is passed over", path, fault)
     if numbered:
         _log.warning("%s holds no complete checkpoint: the run starts from the beginning", output_dir)
     return None
+
+
+def _warn_without_optimizer(folder: Path) -> None:
+    fault = find_fault(folder)
+    if fault is not None:
+        _log.warning("%s holds weights alone (%s): optimizer and learning rate start afresh", folder, fault)
 
 
 def find_fault(folder: Path, *, model_only: bool = False) -> str | None:
@@ -115,9 +125,16 @@ def find_fault(folder: Path, *, model_only: bool = False) -> str | None:
     sharded_state = any(folder.glob("pytorch_model_fsdp*")) or any(folder.glob("global_step*"))
     if sharded_state:
         return None
-    if not model_only and not any((folder / name).is_file() for name in _OPTIMIZERS):
-        return "optimizer.pt is missing"
-    return _find_weights_fault(folder)
+    return _find_weights_fault(folder) or (None if model_only else _find_optimizer_fault(folder))
+
+
+def _find_optimizer_fault(folder: Path) -> str | None:
+    for name in _OPTIMIZER_FILES:
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if not _is_whole(folder / name):
+            return f"{name} is cut short"
+    return None
 
 
 def _find_weights_fault(folder: Path) -> str | None:
@@ -126,23 +143,22 @@ def _find_weights_fault(folder: Path) -> str | None:
         if (folder / index).is_file():
             try:
                 names += sorted(set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values()))
-            except (ValueError, KeyError):
+            except (ValueError, KeyError, TypeError):
                 return f"{index} is cut short"
     if not names:
         return "its weights are missing"
     for name in names:
-        path = folder / name
-        if not path.is_file():
+        if not (folder / name).is_file():
             return f"{name} is missing"
-        if path.suffix == ".safetensors" and not _is_whole(path):
+        if not _is_whole(folder / name):
             return f"{name} is cut short"
-        if path.stat().st_size == 0:
-            return f"{name} is empty"
     return None
 
 
 def _is_whole(path: Path) -> bool:
-    """Say whether a safetensors file is as long as its header says."""
+    """Say whether a file has its end: a safetensors file as its header says, another one that of a zip archive."""
+    if path.suffix != ".safetensors":
+        return zipfile.is_zipfile(path)
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
@@ -153,10 +169,10 @@ def _is_whole(path: Path) -> bool:
             return False
         try:
             header = json.loads(file.read(header_bytes))
-        except ValueError:
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, AttributeError, KeyError, TypeError, IndexError):
             return False
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    return size == 8 + header_bytes + max(ends, default=0)
+    return bool(size == 8 + header_bytes + max(ends, default=0))
 
 
 def write_run_state(folder: Path, *, counts: Counts, sampler: dict[str, Any] | None) -> None:
@@ -183,8 +199,12 @@ def read_run_state(folder: Path) -> RunState | None:
 
 
 def write_added_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase, added: tuple[str, ...]) -> None:
-    """Write which tokens the run added and their ids, as fms-hf-tuning does; nothing if there are none."""
+    """Write which tokens the run added and their ids, as fms-hf-tuning does; nothing if there are none.
+
+    ``folder`` is made where it is missing.
+    """
     if added:
         ids = {token: tokenizer.convert_tokens_to_ids(token) for token in added}
         info = {"num_new_tokens": len(added), "added_tokens": ids}
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / _ADDED_TOKENS_FILE).write_text(json.dumps(info, ensure_ascii=False), encoding="utf-8")

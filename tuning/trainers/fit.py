@@ -25,6 +25,20 @@ __all__ = ["fit", "restored"]
 
 _log = logger(__name__)
 _GIB = 2**30
+# what upstream sets on modules and leaves there; as long as the classes' own methods apply again without them
+_TRACES = (
+    "forward",
+    "gradient_checkpointing",
+    "model_tags",
+    "neftune_noise_alpha",
+    "_gradient_checkpointing_func",
+    "_is_accelerate_prepared",
+    "_original_forward",
+    "_require_grads_hook",
+    "_require_grads_hooks",
+)
+# NEFTune's noise, and what makes inputs need a gradient: upstream registers that twice and takes it off once
+_EMBEDDING_HOOKS = ("neftune_post_forward_hook", "make_inputs_require_grads")
 
 
 def fit(trainer: SFTTrainer, resume_from: str | None, *, added_tokens: tuple[str, ...] = ()) -> dict[str, float]:
@@ -49,10 +63,11 @@ def fit(trainer: SFTTrainer, resume_from: str | None, *, added_tokens: tuple[str
     metrics = {**result.metrics, **trainer.final_meters()}
     args = trainer.args
     folder = args.save_model_dir or args.output_dir
-    trainer.save_model(folder)
+    trainer.save_state()
     if args.should_save:
         write_added_tokens(Path(folder), trainer.processing_class, added_tokens)
-    trainer.save_state()
+    # last: with --push_to_hub it may fail on the way
+    trainer.save_model(folder)
     _log.info("finished:\n%s", _summary(trainer, metrics, folder))
     return metrics
 
@@ -88,9 +103,9 @@ def _restore(trainer: SFTTrainer, checkpoint: Path) -> None:
 
 def _summary(trainer: SFTTrainer, metrics: dict[str, float], folder: str) -> str:
     totals = trainer.totals
-    first_loss = next((entry["loss"] for entry in trainer.state.log_history if "loss" in entry), None)
-    last_loss = next((entry["loss"] for entry in reversed(trainer.state.log_history) if "loss" in entry), None)
-    eval_loss = next((e["eval_loss"] for e in reversed(trainer.state.log_history) if "eval_loss" in e), None)
+    history = trainer.state.log_history
+    losses = [entry["loss"] for entry in history if "loss" in entry] or [None]
+    eval_losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry] or [None]
     peak = None
     if trainer.args.device.type == "cuda":
         peak = f"{torch.cuda.max_memory_allocated(trainer.args.device) / _GIB:.2f} GiB"
@@ -101,13 +116,17 @@ def _summary(trainer: SFTTrainer, metrics: dict[str, float], folder: str) -> str
             "supervised tokens": f"{totals.supervised:,.0f}",
             "padding computed": f"{100 * totals.padding_share:.1f} %",
             "real tokens/s": f"{metrics['train_tokens_per_second']:,.1f}",
-            "first logged loss": first_loss,
-            "last logged loss": last_loss,
-            "evaluation loss": eval_loss,
+            "first logged loss": _show(losses[0]),
+            "last logged loss": _show(losses[-1]),
+            "last evaluation loss": _show(eval_losses[-1]),
             "peak memory": peak,
             "model": folder,
         }
     )
+
+
+def _show(loss: float | None) -> str | None:
+    return None if loss is None else f"{loss:.4f}"
 
 
 @contextmanager
@@ -115,29 +134,44 @@ def restored(model: nn.Module) -> Iterator[None]:
     """Take off ``model`` on exit what upstream trainers put on it: wrapped forwards, hooks, checkpointing.
 
     TRL replaces the model's forward by one with a fused head, accelerate wraps it for mixed precision, and both stay
-    after training. Afterwards ``model`` is in evaluation mode.
+    after training; the noise of NEFTune stays if training raises. Afterwards ``model`` is in evaluation mode.
     """
-    owners: list[Any] = [model]
-    inner = getattr(model, "get_base_model", None)
-    if inner is not None:
-        owners.append(inner())
-    before = [(owner, dict(owner.__dict__)) for owner in owners]
+    before = [(module, {name: module.__dict__[name] for name in _TRACES if name in module.__dict__})
+              for module in model.modules()]  # fmt: skip
+    embedding = _find_embedding(model)
+    hooks = set() if embedding is None else set(embedding._forward_hooks)
     try:
         yield
     finally:
-        for owner in owners:
-            # transformers from 5.24 calls it activation checkpointing
-            for word in ("activation", "gradient"):
-                if hasattr(type(owner), f"is_{word}_checkpointing"):
-                    if getattr(owner, f"is_{word}_checkpointing"):
-                        getattr(owner, f"{word}_checkpointing_disable")()
-                    break
-            if getattr(owner, "_require_grads_hook", None) is not None:
-                owner.disable_input_require_grads()
-        for owner, attributes in before:
-            for name in ("forward", "_original_forward"):
+        _stop_checkpointing_(model)
+        if embedding is not None:
+            for key, hook in list(embedding._forward_hooks.items()):
+                if key not in hooks and getattr(hook, "__name__", None) in _EMBEDDING_HOOKS:
+                    del embedding._forward_hooks[key]
+        for module, attributes in before:
+            for name in _TRACES:
                 if name in attributes:
-                    owner.__dict__[name] = attributes[name]
+                    module.__dict__[name] = attributes[name]
                 else:
-                    owner.__dict__.pop(name, None)
+                    module.__dict__.pop(name, None)
         model.eval()
+
+
+def _stop_checkpointing_(model: nn.Module) -> None:
+    """Switch off, in place, what recomputes activations."""
+    owners: list[Any] = [model]
+    find_inner: Any = getattr(model, "get_base_model", None)
+    if find_inner is not None:
+        owners.append(find_inner())
+    for owner in owners:
+        # transformers from 5.24 calls it activation checkpointing
+        for word in ("activation", "gradient"):
+            if hasattr(type(owner), f"is_{word}_checkpointing"):
+                if getattr(owner, f"is_{word}_checkpointing"):
+                    getattr(owner, f"{word}_checkpointing_disable")()
+                break
+
+
+def _find_embedding(model: nn.Module) -> nn.Module | None:
+    find: Any = getattr(model, "get_input_embeddings", None)
+    return None if find is None else find()

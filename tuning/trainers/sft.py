@@ -72,6 +72,9 @@ class SFTTrainer(trl.SFTTrainer):
         if args.dataloader_pin_memory:
             # Hugging Face's own loader waits for each copy to the device otherwise
             args.accelerator_config.non_blocking = True
+        # upstream turns the cache of generation off in the config, which is saved; a step turns it off by itself
+        config: Any = model.config
+        use_cache = getattr(config, "use_cache", None)
         super().__init__(
             model=model,
             args=args,
@@ -83,6 +86,8 @@ class SFTTrainer(trl.SFTTrainer):
             compute_metrics=compute_metrics,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
+        if use_cache is not None:
+            config.use_cache = use_cache
         # our loss divides by num_items_in_batch itself, so the model need not know the argument
         self.model_accepts_loss_kwargs = True
         self.batch_sampler = seats.batch_sampler
