@@ -241,6 +241,18 @@ def test_a_class_that_drops_boundaries_is_refused(model):
         model(**_batch())
 
 
+def test_a_cap_is_never_left_out():
+    """A padded batch in a switched model: torch's own attention has no cap, so it does not get the batch."""
+    ids = torch.tensor([[5, 6, 7, 0, 0], [8, 9, 10, 11, 12]])
+    batch = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    model = build_model("gemma2")
+    expected = model(**batch).logits
+    model.config._attn_implementation_internal = "sdpa"
+    with switched(model):
+        torch.testing.assert_close(model(**batch).logits, expected)
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_configs_once(model):
     assert [id(config) for config in find_configs(model)] == [id(model.config)]
 

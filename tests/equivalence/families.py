@@ -129,13 +129,15 @@ def build_model(name: str, *, seed: int = 0, **options: Any) -> PreTrainedModel:
     """Return a family's tiny model in eval mode without dropout, each parameter drawn anew.
 
     Fresh models hold ones and zeros where a fault would not show (norms, biases, sinks), so every weight gets noise.
+    Capped scores need the eager attention: torch's own leaves the cap out, and transformers 5.17 takes it by default.
     """
     torch.manual_seed(seed)
     config = build_config(name, **options)
     for key in ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "resid_dropout"):
         if hasattr(config, key):
             setattr(config, key, 0.0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    eager = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **eager)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -51,7 +51,7 @@ def switched(model: nn.Module, *, bound: Callable[[int], int] | None = None) -> 
             f"({', '.join(originals) or 'no part has an attention of transformers'}). Load it with one "
             "attn_implementation, or train it without --padding_free."
         )
-    attention = VarlenAttention(originals[0])
+    attention = VarlenAttention(_right_for_all(originals[0], configs))
     with registered(attention) as names, _named(configs, names.resting), ExitStack() as hooks:
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
@@ -67,6 +67,15 @@ def find_configs(model: nn.Module) -> list[PreTrainedConfig]:
         if isinstance(config := module.__dict__.get("config"), PreTrainedConfig)
     }
     return list(found.values())
+
+
+def _right_for_all(original: str, configs: Sequence[PreTrainedConfig]) -> str:
+    """Return the attention for batches without boundaries: not one that leaves out what the model asks for.
+
+    Torch's own has no softcap; transformers before 5.24 takes it for Gemma 2 all the same and drops the cap.
+    """
+    capped = any(getattr(config, "attn_logit_softcapping", None) is not None for config in configs)
+    return "eager" if capped and original == "sdpa" else original
 
 
 def has_exchangeable_attention(model_class: type[PreTrainedModel]) -> bool:
