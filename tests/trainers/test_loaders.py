@@ -1,0 +1,96 @@
+"""Loaders whose batch sampler alone tells ranks apart."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from accelerate.state import GradientState
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from tests.tiny import PAD
+from tests.trainers.harness import COLLATORS, dataset
+from tuning.data.collators import FlattenedCollator, PaddedCollator
+from tuning.trainers.loaders import FillerBatch, SequentialBatches, build_eval_loader, build_loader
+
+ROWS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11], [12, 13, 14]]
+
+
+def batches(size, world_size):
+    return [
+        list(SequentialBatches(len(ROWS), batch_size=size, rank=rank, world_size=world_size))
+        for rank in range(world_size)
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+def test_every_sample_once_and_equally_many_batches_a_rank(size, world_size):
+    ranks = batches(size, world_size)
+    assert len({len(rank) for rank in ranks}) == 1
+    assert {len(rank) for rank in ranks} == {
+        len(SequentialBatches(len(ROWS), batch_size=size, rank=0, world_size=world_size))
+    }
+    steps = [batch for step in zip(*ranks, strict=True) for batch in step]
+    # rank after rank the samples come in their order, and empty seats come last
+    assert [index for batch in steps for index in batch] == list(range(len(ROWS)))
+    full = [len(batch) for batch in steps]
+    assert full == sorted(full, reverse=True)
+
+
+def test_an_example_by_hand():
+    assert batches(2, 2) == [[[0, 1], [4]], [[2, 3], []]]
+
+
+def test_nothing_to_read():
+    assert list(SequentialBatches(0, batch_size=2, rank=0, world_size=2)) == []
+
+
+@pytest.mark.parametrize("collator", COLLATORS)
+def test_an_empty_seat_is_a_filler_without_target(collator):
+    loader = build_loader(dataset(ROWS), [[0, 1], []], COLLATORS[collator](), options={})
+    real, filler = list(loader)
+    assert type(real) is dict
+    assert isinstance(filler, FillerBatch)
+    assert filler.keys() == real.keys()
+    assert (filler["labels"] == -100).all()
+
+
+def test_a_filler_stays_one_on_its_way():
+    filler = FillerBatch(PaddedCollator(PAD)([]))
+    assert isinstance(pickle.loads(pickle.dumps(filler)), FillerBatch)
+    assert isinstance(pin_memory(filler, None) if torch.cuda.is_available() else filler, FillerBatch)
+
+
+def test_batches_are_those_of_the_sampler():
+    loader = build_loader(dataset(ROWS), [[4, 1], [2]], FlattenedCollator(), options={"num_workers": 0})
+    assert [batch["input_ids"][0].tolist() for batch in loader] == [[12, 13, 14, 4, 5], [6, 7, 8, 9]]
+    assert len(loader) == 2
+
+
+@pytest.mark.parametrize(("size", "world_size", "rows_left"), [(2, 1, 1), (2, 2, 1), (5, 1, 0), (1, 2, 1), (4, 2, 5)])
+def test_accelerate_knows_the_rows_of_the_last_step(size, world_size, rows_left):
+    sequence = SequentialBatches(len(ROWS), batch_size=size, rank=0, world_size=world_size)
+    loader = build_eval_loader(dataset(ROWS), sequence, PaddedCollator(PAD), options={})
+    state = GradientState()
+    ends = []
+    for _ in loader:
+        ends.append((state.end_of_dataloader, state.remainder))
+    assert ends == [(False, rows_left)] * (len(sequence) - 1) + [(True, rows_left)]
+    assert not state.in_dataloader
+
+
+def test_the_loader_in_use_is_the_innermost():
+    train = build_eval_loader(
+        dataset(ROWS), SequentialBatches(5, batch_size=2, rank=0, world_size=1), PaddedCollator(PAD), options={}
+    )
+    state = GradientState()
+    outer = iter(train)
+    next(outer)
+    for _ in build_eval_loader(
+        dataset(ROWS[:3]), SequentialBatches(3, batch_size=3, rank=0, world_size=1), PaddedCollator(PAD), options={}
+    ):
+        assert (state.end_of_dataloader, state.remainder) == (True, 0)
+    assert (state.end_of_dataloader, state.remainder) == (False, 1)
+    list(outer)
