@@ -97,6 +97,31 @@ def test_an_interrupt_is_130(tmp_path, run, capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def test_a_launch_variable_that_is_no_number(run, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "first")
+    assert sft_trainer.main(["--max_steps", "3"]) == 1
+    text = capsys.readouterr().err
+    assert "RANK" in text
+    assert "Traceback" not in text
+
+
+def test_ranks_that_the_launcher_did_not_start_are_started_after_the_checks(tmp_path, run, monkeypatch):
+    started = []
+
+    def start(num_processes, argv):
+        started.append((num_processes, list(argv)))
+        raise SystemExit(0)
+
+    monkeypatch.setattr(sft_trainer, "find_missing_processes", lambda: 2)
+    monkeypatch.setattr(sft_trainer, "relaunch", start)
+    argv = argv_of(valid_flags(tmp_path))
+    assert sft_trainer.main([*argv, "--seed", "-1"]) == 1
+    with pytest.raises(SystemExit):
+        sft_trainer.main(argv)
+    assert started == [(2, argv)]
+    assert run.calls == []
+
+
 def test_the_last_error_goes_to_the_termination_log(tmp_path, run, monkeypatch, capsys):
     log = tmp_path / "termination.log"
     monkeypatch.setenv("TERMINATION_LOG_FILE", str(log))

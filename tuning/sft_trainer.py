@@ -17,6 +17,7 @@ from tuning.config.parsing import parse
 from tuning.environment import Launch, detect_launch
 from tuning.errors import INTERNAL_ERROR_EXIT, USER_ERROR_EXIT, UserError
 from tuning.logs import logger, set_up
+from tuning.relaunch import find_missing_processes, relaunch
 
 if TYPE_CHECKING:
     from tuning.config.hf_parser import get_parser, parse_arguments
@@ -40,14 +41,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: After ``--help``, with 0.
     """
-    launch = detect_launch()
+    tokens = sys.argv[1:] if argv is None else argv
+    try:
+        launch = detect_launch()
+    except UserError as error:
+        _report(str(error), None)
+        return USER_ERROR_EXIT
     set_up(rank=launch.rank)
     is_started = False
     try:
-        config = parse(sys.argv[1:] if argv is None else argv, launch)
+        config = parse(tokens, launch)
         set_up(level=_log_level(config.train.get("log_level")), rank=launch.rank)
         config = validation.resolve(config, launch)
         validation.check(config, launch)
+        num_missing = find_missing_processes()
+        if num_missing is not None:
+            relaunch(num_missing, tokens)
         for note in config.notes:
             _log.info(note)
         from tuning.run import run  # noqa: PLC0415 - imports torch, after every argument error
@@ -73,11 +82,11 @@ def _log_level(asked: str | None) -> str:
     return {None: "info", "passive": "info", "detail": "debug"}.get(asked, str(asked))
 
 
-def _report(message: str, launch: Launch) -> None:
+def _report(message: str, launch: Launch | None) -> None:
     """Write the last error to stderr and, where a job controller asks for it, to its file."""
-    prefix = f"[rank {launch.rank}] " if launch.rank > 0 else ""
+    prefix = f"[rank {launch.rank}] " if launch is not None and launch.rank > 0 else ""
     print(prefix + message, file=sys.stderr, flush=True)  # noqa: T201 - the message alone, without a log line's head
-    if launch.termination_log is None:
+    if launch is None or launch.termination_log is None:
         return
     try:
         with open(launch.termination_log, "w", encoding="utf-8") as file:

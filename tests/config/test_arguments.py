@@ -89,7 +89,7 @@ def test_help_has_every_flag_with_its_default(flags):
     words = " ".join(text.split())
     assert "The batch size per device for training. Default: 8." in words
     assert "Rank of the adapters. Default: 8." in words
-    assert "~20% slower training" in words
+    assert "~10% slower performance" in words
 
 
 def test_suggest_names_the_closest():
