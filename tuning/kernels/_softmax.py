@@ -19,9 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tuning.kernels._launch import device_guard
+from tuning.kernels._launch import device_guard, num_warps
 
-__all__ = ["LossOptions", "RowTerms", "softmax_rows_"]
+__all__ = ["Launch", "LossOptions", "RowTerms", "softmax_rows_"]
 
 
 class LossOptions(NamedTuple):
@@ -49,6 +49,25 @@ class RowTerms(NamedTuple):
     lse: torch.Tensor
     entropy: torch.Tensor
     correct: torch.Tensor
+
+
+class Launch(NamedTuple):
+    """Launch parameters, a sweep's subject.
+
+    Attributes:
+        block: Columns a program reads at once.
+        warps: Warps a program.
+        stages: Software-pipelining depth of both passes.
+    """
+
+    block: int
+    warps: int
+    stages: int
+
+
+def _launch_of(width: int) -> Launch:
+    block = min(8192, triton.next_power_of_2(width))
+    return Launch(block, num_warps(block, 16), 2)
 
 
 @triton.jit
@@ -89,6 +108,7 @@ def _softmax_rows_kernel(  # noqa: C901 - compile-time branches
     FORWARD: tl.constexpr,
     BACKWARD: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     pid_row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + pid_row * logits_row_stride
@@ -105,7 +125,7 @@ def _softmax_rows_kernel(  # noqa: C901 - compile-time branches
             weighted_sum = 0.0
             plain_sum = 0.0
             better = 0
-            for start in range(0, num_cols, BLOCK):
+            for start in tl.range(0, num_cols, BLOCK, num_stages=STAGES):
                 cols = start + tl.arange(0, BLOCK)
                 mask = cols < num_cols
                 z = _logits(row_ptr, bias_ptr, cols, mask, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
@@ -140,7 +160,7 @@ def _softmax_rows_kernel(  # noqa: C901 - compile-time branches
             tl.debug_barrier()
             scale = tl.load(grad_scale_ptr).to(tl.float32) * logit_scale
             grad_row_ptr = grad_ptr + pid_row * grad_row_stride
-            for start in range(0, num_padded_cols, BLOCK):
+            for start in tl.range(0, num_padded_cols, BLOCK, num_stages=STAGES):
                 cols = start + tl.arange(0, BLOCK)
                 mask = cols < num_cols
                 z = _logits(row_ptr, bias_ptr, cols, mask, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
@@ -176,8 +196,7 @@ def softmax_rows_(
     grad_scale: torch.Tensor | None = None,
     lse_T: torch.Tensor | None = None,
     statistics: bool = False,
-    block: int | None = None,
-    warps: int | None = None,
+    launch: Launch | None = None,
 ) -> RowTerms:
     """Compute the loss of each row, and write its gradient into ``grad_TV`` where given.
 
@@ -191,8 +210,7 @@ def softmax_rows_(
         grad_scale: fp32 scalar on the device; the gradient is multiplied by it.
         lse_T: ``lse`` of an earlier call: skips the loss and computes the gradient alone.
         statistics: Compute entropy and correctness as well.
-        block: Columns a program reads at once, a sweep's subject.
-        warps: Warps a program, likewise.
+        launch: Launch parameters; None takes the measured ones.
 
     Returns:
         The terms of each row; only ``lse`` is meaningful when ``lse_T`` was given.
@@ -209,7 +227,7 @@ def softmax_rows_(
     )  # fmt: skip
     if not num_rows:
         return terms
-    block = block or min(16384, triton.next_power_of_2(width))
+    launch = launch or _launch_of(width)
     with device_guard(logits_TV):
         _softmax_rows_kernel[(num_rows,)](
             logits_TV,
@@ -232,7 +250,8 @@ def softmax_rows_(
             STATISTICS=statistics,
             FORWARD=forward,
             BACKWARD=grad_TV is not None,
-            BLOCK=block,
-            num_warps=warps or max(1, min(16, block // 512)),
+            BLOCK=launch.block,
+            STAGES=launch.stages,
+            num_warps=launch.warps,
         )
     return terms

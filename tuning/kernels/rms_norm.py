@@ -41,20 +41,20 @@ from tuning.kernels._launch import (
 __all__ = ["rms_norm"]
 
 
-class BackwardConfig(NamedTuple):
-    """Launch parameters of the backward kernel, a sweep's subject.
+class Launch(NamedTuple):
+    """Launch parameters, a sweep's subject.
 
     Attributes:
         rows: Rows a program holds at once.
         warps: Warps a program.
-        programs: Resident programs a multiprocessor.
-        stages: Software-pipelining depth of the row loop.
+        programs: Resident programs a multiprocessor; the backward only.
+        stages: Software-pipelining depth of the row loop; the backward only.
     """
 
     rows: int
     warps: int
-    programs: int
-    stages: int
+    programs: int = 1
+    stages: int = 1
 
 
 @triton.jit
@@ -143,8 +143,21 @@ def _rms_norm_bwd_sum_kernel(
     tl.store(dw_ptr + cols, tl.sum(total, axis=0).to(dw_ptr.dtype.element_ty), mask=cols < D)
 
 
+def _forward_launch(width: int) -> Launch:
+    block_width = triton.next_power_of_2(width)
+    # 4,096 elements a program: narrow rows share one
+    block_rows = max(1, min(32, 4096 // block_width))
+    return Launch(block_rows, num_warps(block_rows * block_width, 32))
+
+
 def _forward(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, *, cast_before_weight: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float,
+    *,
+    cast_before_weight: bool,
+    launch: Launch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``y`` in the memory order of ``x`` and fp32 ``r``, one a row in that order."""
     width = x.shape[-1]
@@ -155,11 +168,9 @@ def _forward(
     y = torch.empty((num_rows, width), dtype=dtype, device=x.device)
     rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     if num_rows:
-        block_width = triton.next_power_of_2(width)
-        # 4,096 elements a program: narrow rows share one
-        block_rows = max(1, min(32, 4096 // block_width))
+        launch = launch or _forward_launch(width)
         with device_guard(x):
-            _rms_norm_fwd_kernel[(triton.cdiv(num_rows, block_rows),)](
+            _rms_norm_fwd_kernel[(triton.cdiv(num_rows, launch.rows),)](
                 rows,
                 weight,
                 y,
@@ -170,17 +181,17 @@ def _forward(
                 OFFSET=offset,
                 CAST_BEFORE_WEIGHT=cast_before_weight,
                 D=width,
-                BLOCK_R=block_rows,
-                BLOCK_D=block_width,
-                num_warps=num_warps(block_rows * block_width, 32),
+                BLOCK_R=launch.rows,
+                BLOCK_D=triton.next_power_of_2(width),
+                num_warps=launch.warps,
             )
     return like_rows(y, x.shape, order), rstd
 
 
-def _backward_config(width: int) -> BackwardConfig:
+def _backward_launch(width: int) -> Launch:
     block_width = triton.next_power_of_2(width)
     block_rows = max(1, min(16, 4096 // block_width))
-    return BackwardConfig(block_rows, max(4, num_warps(block_rows * block_width, 16)), 2, 2)
+    return Launch(block_rows, max(4, num_warps(block_rows * block_width, 16)), 2, 2)
 
 
 def _backward(
@@ -191,7 +202,7 @@ def _backward(
     offset: float,
     *,
     weight_grad: bool,
-    config: BackwardConfig | None = None,
+    launch: Launch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``dx`` in the memory order of ``x`` and ``dw`` in the dtype of the weight (empty if not asked for)."""
     width = x.shape[-1]
@@ -202,8 +213,8 @@ def _backward(
     if not num_rows:
         return like_rows(dx, x.shape, order), torch.zeros_like(weight) if weight_grad else weight.new_empty(0)
     block_width = triton.next_power_of_2(width)
-    config = config or _backward_config(width)
-    programs = min(num_programs(x, config.programs), triton.cdiv(num_rows, config.rows))
+    launch = launch or _backward_launch(width)
+    programs = min(num_programs(x, launch.programs), triton.cdiv(num_rows, launch.rows))
     partial = torch.empty((programs if weight_grad else 0, width), dtype=torch.float32, device=x.device)
     dw = torch.empty_like(weight) if weight_grad else weight.new_empty(0)
     with device_guard(x):
@@ -220,10 +231,10 @@ def _backward(
             OFFSET=offset,
             WEIGHT_GRAD=weight_grad,
             D=width,
-            BLOCK_R=config.rows,
+            BLOCK_R=launch.rows,
             BLOCK_D=block_width,
-            STAGES=config.stages,
-            num_warps=config.warps,
+            STAGES=launch.stages,
+            num_warps=launch.warps,
         )
         if weight_grad:
             _rms_norm_bwd_sum_kernel[(triton.cdiv(width, 32),)](
