@@ -33,7 +33,7 @@ from tuning.data.ordering import stable_order
 from tuning.data.seating import seat_steps
 from tuning.errors import DataError
 
-__all__ = ["PackingSpec", "Plan", "PlanStats", "count_micro_steps", "mean_tokens", "plan"]
+__all__ = ["PackingSpec", "Plan", "PlanStats", "count_micro_steps", "mean_tokens", "plan", "surely_fits"]
 
 IntArray = npt.NDArray[np.integer[Any]]
 
@@ -54,7 +54,6 @@ class PackingSpec:
         seed: Of the data order.
         cost: Work of a sample.
         max_tokens: Tokens of a seat; None, in exact mode only: no cap.
-        drop_last: Leave out the samples that the plain run leaves out when it drops incomplete batches; exact mode.
     """
 
     mode: str
@@ -64,7 +63,6 @@ class PackingSpec:
     seed: int
     cost: Cost
     max_tokens: int | None = None
-    drop_last: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,14 +205,29 @@ def count_micro_steps(lengths: Sequence[int] | IntArray, spec: PackingSpec) -> i
 def _count(sizes: IntArray, spec: PackingSpec, longest_first: IntArray) -> int:
     if spec.mode == "budget":
         return _count_filled(longest_first, capacity=_capacity(spec), num_ranks=spec.num_ranks, seed=_words(spec, 0))
-    per_micro_step = spec.num_ranks * spec.batch_size
-    count = len(sizes) // per_micro_step if spec.drop_last else -(-len(sizes) // per_micro_step)
-    if count == 0:
-        raise DataError(
-            f"{len(sizes)} samples do not fill one batch of {spec.batch_size} on each of {spec.num_ranks} ranks, and "
-            "dataloader_drop_last drops them; use fewer ranks, a smaller batch, or --dataloader_drop_last false"
-        )
-    return count
+    return -(-len(sizes) // (spec.num_ranks * spec.batch_size))
+
+
+def surely_fits(lengths: Sequence[int] | IntArray, spec: PackingSpec) -> bool:
+    """Say whether every epoch can be planned, without planning it; False says nothing.
+
+    Only a cap in exact mode can be broken. A sample finds no seat only if every seat has less room than it is long,
+    so that it is enough to look at the longest samples there are, all in one step.
+
+    Args:
+        lengths: Tokens a sample.
+        spec: Of the run.
+    """
+    if spec.mode != "exact" or spec.max_tokens is None:
+        return True
+    longest_first = np.sort(_sizes(lengths))[::-1]
+    last = count_micro_steps(lengths, spec) % spec.accumulation or spec.accumulation
+    for micro_steps in {spec.accumulation, last}:
+        num_seats = micro_steps * spec.num_ranks
+        held = int(longest_first[: num_seats * spec.batch_size].sum())
+        if held + (num_seats - 1) * int(longest_first[0]) >= num_seats * (spec.max_tokens + 1):
+            return False
+    return True
 
 
 def plan(

@@ -73,6 +73,14 @@ class MultiPack:
             "choices": ["own_step", "truncate", "drop", "error"],
         },
     )
+    resume: str = field(
+        default="same",
+        metadata={
+            "help": "A checkpoint of another number of GPUs: same (an error that says what changed) or replan "
+            "(mode=exact goes on if the samples of a step stay the same).",
+            "choices": ["same", "replan"],
+        },
+    )
 
     def __post_init__(self) -> None:
         """Refuse an unknown mode, cost or policy."""
