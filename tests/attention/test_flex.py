@@ -121,3 +121,18 @@ def test_one_compilation_for_all_batches():
         kernel(q, k, v, boundaries(lengths).cuda(), max(lengths), Variant(softcap=1.5)).sum().backward()
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[1] == graphs[-1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_no_wait_for_the_device():
+    kernel, lengths = load_flex(), [100, 50, 7]
+    variant = Variant(window=30, softcap=1.5, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]).cuda())
+    q, k, v = (x.detach().cuda().requires_grad_() for x in random_qkv(lengths, width=64))
+    first, second = boundaries(lengths).cuda(), boundaries(lengths).cuda()
+    kernel(q, k, v, first, max(lengths), variant).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        kernel(q, k, v, second, max(lengths), variant).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

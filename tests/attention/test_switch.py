@@ -341,7 +341,7 @@ def test_hooks_sit_on_every_class_of_transformers(model):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3_text", "qwen3"])
 def test_no_wait_for_the_device(name):
     """After the first batch, forward and backward read nothing back: torch raises at any wait."""
     model = build_model(name, head_dim=64).to("cuda", torch.bfloat16)

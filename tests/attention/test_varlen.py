@@ -164,6 +164,23 @@ def test_a_window_no_sample_reaches_over_asks_for_no_window(caplog):
     ]
 
 
+def test_one_kernel_of_a_provider_serves_all_its_requests(monkeypatch, caplog):
+    """A kernel may keep what it compiled or listed; the reasons in the log are each request's own."""
+    made = []
+
+    def choose(request):
+        made.append(lambda q, k, v, *_: v.repeat_interleave(2, 1))
+        return Choice(name="one", kernel=made[-1], passed_over=(("other", f"window {request.window}"),))
+
+    monkeypatch.setattr(varlen, "choose", choose)
+    chooser, tensors = varlen._Chooser(), random_qkv(LENGTHS)
+    with caplog.at_level(logging.INFO, logger="tuning"):
+        for variant in (PLAIN, Variant(window=2), PLAIN):
+            chooser(*tensors, boundaries(LENGTHS), 6, variant)
+    assert {choice.kernel for choice in chooser._choices.values()} == {made[0]}
+    assert [record.message.rpartition(": ")[2] for record in caplog.records] == ["window False)", "window True)"]
+
+
 def test_autocast_casts_all_three():
     q, k, v = random_qkv(LENGTHS)
     with torch.autocast("cpu", torch.bfloat16):

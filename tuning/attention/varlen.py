@@ -13,6 +13,7 @@ transformers then makes no mask, and does not look for samples in ``position_ids
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -109,11 +110,10 @@ class _Chooser:
             dtype=q_THD.dtype, width=q_THD.shape[-1], value_width=v_TKD.shape[-1],
             window=window, softcap=softcap, sinks=sinks, dropout=dropout,
         )  # fmt: skip
-        # one kernel serves all requests that get the same provider
         choice = choose(request)
         for known in self._choices.values():
-            if known.name == choice.name:
-                choice = known
+            if known.name == choice.name:  # one kernel for all requests of a provider: it may keep a cache
+                choice = dataclasses.replace(choice, kernel=known.kernel)
         _log.info("attention of %s: %s", request.describe(), choice.describe())
         return choice
 
