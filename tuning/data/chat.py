@@ -206,7 +206,9 @@ class _Conversation:
             shown = self.part(last + 1) if self.messages[last]["role"] == "assistant" else None
             found = None if shown is None else self._content(shown, last + 1, last)
             if shown is not None and found is not None:
-                ending = shown[found[1] :].rstrip()
+                ending = shown[found[1] :]
+                if not text.startswith(ending, end):
+                    ending = ending.rstrip()
                 return (start, end + len(ending)) if text.startswith(ending, end) else (start, end)
         return None
 

@@ -42,7 +42,8 @@ class Encoder:
 
     Attributes:
         kind: What the rows are.
-        columns: Those of the data set that are used.
+        used: Every column that such rows may use.
+        columns: Those of them that the data set has.
 
     Raises:
         DataError: If the rows are of no known kind.
@@ -58,8 +59,8 @@ class Encoder:
         vocab_size: int,
     ) -> None:
         self.kind = choose(columns, config, tokenizer)
-        used = pretokenized.COLUMNS if self.kind.render is None else (*self.kind.columns, *self.kind.optional)
-        self.columns = [name for name in used if name in columns]
+        self.used = pretokenized.COLUMNS if self.kind.render is None else (*self.kind.columns, *self.kind.optional)
+        self.columns = [name for name in self.used if name in columns]
         self._tokenizer = tokenizer
         self._config = config
         self._max_seq_length = max_seq_length
@@ -70,7 +71,7 @@ class Encoder:
         """Make the samples of some rows.
 
         Args:
-            table: Rows with :attr:`columns`.
+            table: Rows with the columns that are used.
             start: Number of its first row in the data set.
             origin: Names rows.
 
@@ -107,7 +108,7 @@ class Encoder:
         """Return the text of each row, by the number of the row in the data set."""
         render = self.kind.render
         assert render is not None
-        columns = {name: tables.values(table.column(name)) for name in self.columns}
+        columns = {name: tables.values(table.column(name)) for name in table.column_names}
         rendered = {}
         for index in range(table.num_rows):
             row = {name: values[index] for name, values in columns.items()}

@@ -43,7 +43,7 @@ _BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _HEAD_BYTES = 1 << 16
 _MAX_ARRAY_BYTES = 1 << 24  # an array is parsed as a whole: 0.2 s for so many bytes
 _ROWS_A_CHUNK = 2_000  # a chunk's texts must fit the 2 GiB of an Arrow string array
@@ -179,13 +179,13 @@ def _iter_lines(path: Path) -> Iterator[Row]:
         with path.open(encoding=_encoding(_read_head(path)), newline="\n") as file:
             for number, line in enumerate(file, start=1):
                 if not line.isspace():
-                    yield _as_row(json.loads(line), path, f"line {number}")
+                    yield _as_row(json.loads(line.rstrip()), path, f"line {number}")
     except json.JSONDecodeError as error:
         raise DataError(_json_problem(path, f"line {number}, column {error.colno}", error.msg, error.doc)) from error
     except RecursionError as error:
         raise DataError(f"{path}, line {number} is nested too deeply to be read; mend or remove the line") from error
     except UnicodeDecodeError as error:
-        raise DataError(_encoding_problem(path, error, f" after line {number}")) from error
+        raise DataError(_encoding_problem(path, error)) from error
     except OSError as error:
         raise DataError(_access_problem(path, error)) from error
 
@@ -206,7 +206,7 @@ def _iter_array(path: Path) -> Iterator[Row]:
     except RecursionError as error:
         raise DataError(f"{path} is nested too deeply to be read; mend or remove the row") from error
     except UnicodeDecodeError as error:
-        raise DataError(_encoding_problem(path, error, "")) from error
+        raise DataError(_encoding_problem(path, error)) from error
     except OSError as error:
         raise DataError(_access_problem(path, error)) from error
     for index, row in enumerate(rows):
@@ -234,7 +234,7 @@ def _iter_csv(path: Path, delimiter: str) -> Iterator[Row]:
     except csv.Error as error:
         raise DataError(f"{path}, after line {line}: {error}; mend the quotes there") from error
     except UnicodeDecodeError as error:
-        raise DataError(_encoding_problem(path, error, f" after line {line}")) from error
+        raise DataError(_encoding_problem(path, error)) from error
     except OSError as error:
         raise DataError(_access_problem(path, error)) from error
     finally:
@@ -287,11 +287,24 @@ def _json_problem(path: Path, where: str, message: str, line: str) -> str:
     )
 
 
-def _encoding_problem(path: Path, error: UnicodeDecodeError, where: str) -> str:
-    return (
-        f"{path} is not {error.encoding.upper()} text: byte 0x{error.object[error.start]:02x}{where} is not valid; "
-        "save the file as UTF-8"
-    )
+def _encoding_problem(path: Path, error: UnicodeDecodeError) -> str:
+    encoding = error.encoding.upper()
+    where = f", line {_bad_line(path)}" if encoding == "UTF-8" else ""
+    byte = error.object[error.start]
+    return f"{path}{where}: byte 0x{byte:02x} is not valid {encoding}; save the file as UTF-8 text"
+
+
+def _bad_line(path: Path) -> int:
+    """Return the first line that is not UTF-8, from 1; the reader's own position is only that of its buffer."""
+    line = 0
+    with path.open("rb") as file:
+        for content in file:
+            line += 1
+            try:
+                content.decode()
+            except UnicodeDecodeError:
+                break
+    return line
 
 
 def _access_problem(path: Path, error: OSError) -> str:

@@ -7,7 +7,6 @@ many vocabularies have one token for ``".\n"``. A token is trained on if any of 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,14 +21,11 @@ __all__ = [
     "RowError",
     "answer_spans",
     "token_spans",
-    "unescape",
 ]
 
 EMPTY_ANSWER = "empty answer"
 EMPTY_TEXT = "empty text"
 NO_TEMPLATE = "response template not in the text"
-
-_ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}
 
 Span = tuple[int, int]
 
@@ -65,11 +61,6 @@ class Rendered:
             is_complete=is_complete,
             dropped=EMPTY_ANSWER if is_blank and spans else None,
         )
-
-
-def unescape(template: str) -> str:
-    r"""Replace ``\n``, ``\t`` and ``\r`` as a shell leaves them by the characters they mean; ``\\`` is a backslash."""
-    return re.sub(r"\\[ntr\\]", lambda found: _ESCAPES[found.group()], template)
 
 
 def answer_spans(text: str, *, response_template: str, instruction_template: str | None) -> list[Span]:
@@ -111,6 +102,8 @@ def token_spans(encoding: Any, spans: Sequence[Span]) -> list[Span]:  # noqa: AN
     count = len(encoding)
     found = []
     for start, end in spans:
+        if start == end:
+            continue
         first = _first_token(encoding, start, count)
         last = _first_token(encoding, end, count)
         # a token that begins before the end belongs to the answer

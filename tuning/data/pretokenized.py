@@ -34,7 +34,7 @@ def read(
     """Read a batch of rows.
 
     Args:
-        table: Rows; columns that are null throughout count as absent.
+        table: Rows; every row must have what its columns are for.
         start: Number of its first row in the data set.
         vocab_size: Ids and labels must be below.
         train_on_all: Labels are the ids, whatever labels and masks say.
@@ -50,18 +50,14 @@ def read(
     def where(row: int) -> str:
         return name_row(start + row)
 
-    present = {name: table.column(name) for name in COLUMNS if name in table.column_names}
-    present = {name: column for name, column in present.items() if column.null_count < len(column)}
-    if "input_ids" not in present:
-        raise DataError(f"{where(0)} has no input_ids; every row needs them")
-    ids, lengths = _read_lists(present["input_ids"], "input_ids", where)
+    ids, lengths = _read_lists(table.column("input_ids"), "input_ids", where)
     if not lengths.all():
         raise DataError(f"{where(int((lengths == 0).argmax()))} has empty input_ids; remove the row")
     _check_range(ids, lengths, "input_ids", vocab_size=vocab_size, lowest=0, where=where)
     others = {}
     for name in COLUMNS[1:]:
-        if name in present:
-            others[name], counts = _read_lists(present[name], name, where)
+        if name in table.column_names:
+            others[name], counts = _read_lists(table.column(name), name, where)
             _check_lengths(counts, lengths, name, where)
     labels = ids.copy()
     if "labels" in others and not train_on_all:
@@ -111,12 +107,12 @@ def _raise_bad_row(column: pa.ChunkedArray, name: str, where: Callable[[int], st
     """Raise for the first row that is no list of integers."""
     for row, value in enumerate(tables.values(column)):
         if value is None:
-            raise DataError(f"{where(row)} has no {name} (absent or null), but other rows do; give it to every row")
+            raise DataError(f"{where(row)} has no {name} (absent or null), but other rows have; give it to every row")
         if not isinstance(value, list):
             raise DataError(f"{where(row)} has {name} {_short(value)}; it must be a list of integers")
-        bad = [item for item in value if not isinstance(item, int)]
+        bad = [item for item in value if type(item) is not int or abs(item) >= 1 << 63]
         if bad:
-            raise DataError(f"{where(row)} has {_short(bad[0])} among its {name}; they must be integers")
+            raise DataError(f"{where(row)} has {_short(bad[0])} among its {name}; they must be integers of 64 bits")
 
 
 def _check_lengths(counts: Values, lengths: Values, name: str, where: Callable[[int], str]) -> None:

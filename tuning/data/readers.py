@@ -118,16 +118,23 @@ def mix(path: Path, *, seed: int, cache_dir: str | None) -> tuple[Part, Part | N
 def stream(path: str, *, asked: str) -> tuple[IterableDataset, Origin]:
     """Return rows that are read as they are asked for; file by file, so that they can be shared out by file.
 
+    Returns:
+        ``{"row": row}`` a row, since rows may differ in their columns; and where they are from.
+
     Raises:
         DataError: Here or on iteration, as :func:`load`.
     """
     if not files.is_local(path, asked=asked):
-        return _load_hub(path, asked=asked, cache_dir=None, streaming=True), _streamed_origin(path)
+        return _wrap(_load_hub(path, asked=asked, cache_dir=None, streaming=True)), _streamed_origin(path)
     if files.is_saved(Path(path)):
-        return _load_saved(path, asked=asked).to_iterable_dataset(), _streamed_origin(path)
+        return _wrap(_load_saved(path, asked=asked).to_iterable_dataset()), _streamed_origin(path)
     found = [str(file) for file in files.find(Path(path), asked=asked)]
     rows = IterableDataset.from_generator(_iter_files, gen_kwargs={"paths": found})
     return rows, _streamed_origin(found[0] if len(found) == 1 else path)
+
+
+def _wrap(rows: IterableDataset) -> IterableDataset:
+    return rows.map(lambda row: {"row": row}, remove_columns=rows.column_names, features=None)
 
 
 def _streamed_origin(name: str) -> Origin:
@@ -142,10 +149,10 @@ def _iter_files(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
                 table = pa.Table.from_batches([batch])
                 columns = {name: tables.values(table.column(name)) for name in table.column_names}
                 for row in range(table.num_rows):
-                    yield {name: column[row] for name, column in columns.items()}
+                    yield {"row": {name: column[row] for name, column in columns.items()}}
         else:
             for rows in files.iter_rows(path, kind, chunk_rows=_STREAMED_ROWS):
-                yield from rows
+                yield from ({"row": row} for row in rows)
 
 
 def _load_file(path: Path, *, cache_dir: str | None) -> Part:

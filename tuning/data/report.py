@@ -145,7 +145,7 @@ class Report:
         sentences = []
         for name, counts in self.counts.items():
             for reason, rows in counts.dropped.items():
-                named = ", ".join(self.origins[name].name(row) for row in rows.rows)
+                named = self.origins[name].names(rows.rows)
                 more = ", ..." if rows.count > len(rows.rows) else ""
                 noun = "row" if rows.count == 1 else "rows"
                 sentences.append(f"{name}: {rows.count:,} {noun} dropped, {reason}: {named}{more}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuning.config.configs import DataArguments
 from tuning.data.chat import Chat
-from tuning.data.masking import EMPTY_TEXT, NO_TEMPLATE, Rendered, RowError, answer_spans, unescape
+from tuning.data.masking import EMPTY_TEXT, NO_TEMPLATE, Rendered, RowError, answer_spans
 from tuning.errors import DataError
 
 if TYPE_CHECKING:
@@ -54,6 +54,9 @@ def choose(columns: Sequence[str], config: DataArguments, tokenizer: PreTrainedT
     Raises:
         DataError: If a flag names a column that is not there, flags contradict the rows, or no kind fits.
     """
+    for flag in ("response_template", "instruction_template", "data_formatter_template"):
+        if getattr(config, flag) == "":
+            raise DataError(f"--{flag} is empty, so it stands everywhere; give a text or drop the flag")
     if config.instruction_template is not None and config.response_template is None:
         raise DataError(
             "--instruction_template ends an answer, but nothing says where one begins; give --response_template too"
@@ -61,16 +64,16 @@ def choose(columns: Sequence[str], config: DataArguments, tokenizer: PreTrainedT
     kind = _by_flags(columns, config, tokenizer) or _by_columns(columns, config, tokenizer)
     if kind is None:
         raise DataError(
-            f"The rows have the columns {', '.join(columns)}, which are of no known kind; needed are input_ids, or "
-            "messages, or prompt and completion, or output with instruction or input, or text, or a column named by "
-            "--dataset_text_field, --dataset_conversation_field or --data_formatter_template"
+            f"The rows have the columns {', '.join(columns) or '(none)'}, which are of no known kind; needed are "
+            "input_ids, or messages, or prompt and completion, or output with instruction or input, or text, or a "
+            "column named by --dataset_text_field, --dataset_conversation_field or --data_formatter_template"
         )
     return kind
 
 
 def _by_flags(columns: Sequence[str], config: DataArguments, tokenizer: PreTrainedTokenizerBase) -> RowKind | None:
     if config.data_formatter_template is not None:
-        template = unescape(config.data_formatter_template)
+        template = config.data_formatter_template
         names = tuple(dict.fromkeys(_PLACEHOLDER.findall(template)))
         _check_column(columns, "--data_formatter_template", *names)
         if not names:
@@ -168,8 +171,8 @@ def _instruction_kind(config: DataArguments, names: Sequence[str]) -> RowKind:
 
     return RowKind(
         title=f"{', '.join(names)} and output; {_trained_on(config, 'output')}",
-        columns=("output",),
-        optional=tuple(names),
+        columns=(names[0], "output"),
+        optional=tuple(names[1:]),
         render=render,
     )
 
@@ -177,8 +180,8 @@ def _instruction_kind(config: DataArguments, names: Sequence[str]) -> RowKind:
 def _chat(config: DataArguments, tokenizer: PreTrainedTokenizerBase) -> Chat:
     return Chat(
         tokenizer,
-        response_template=None if config.response_template is None else unescape(config.response_template),
-        instruction_template=None if config.instruction_template is None else unescape(config.instruction_template),
+        response_template=config.response_template,
+        instruction_template=config.instruction_template,
         train_on_all=config.train_on_input,
     )
 
@@ -197,11 +200,8 @@ def _masked(text: str, config: DataArguments) -> Rendered:
         return Rendered(text=text, spans=(), dropped=EMPTY_TEXT)
     if config.train_on_input or config.response_template is None:
         return Rendered.of_spans(text, [(0, len(text))])
-    instruction = config.instruction_template
     spans = answer_spans(
-        text,
-        response_template=unescape(config.response_template),
-        instruction_template=None if instruction is None else unescape(instruction),
+        text, response_template=config.response_template, instruction_template=config.instruction_template
     )
     return Rendered.of_spans(text, spans) if spans else Rendered(text=text, spans=(), dropped=NO_TEMPLATE)
 
@@ -210,7 +210,7 @@ def _trained_on(config: DataArguments, what: str) -> str:
     if config.train_on_input:
         what = "all"
     elif config.response_template is not None:
-        what = f"what follows {unescape(config.response_template)!r}"
+        what = f"what follows {config.response_template!r}"
     return f"trained on: {what}"
 
 

@@ -27,7 +27,8 @@ class RawData:
     """Rows before tokenization.
 
     Attributes:
-        train: Rows to train on; nested columns have the type ``datasets.Json``. Iterable when streaming was asked for.
+        train: Rows to train on; nested columns have the type ``datasets.Json``. Iterable of
+            ``{"row": row}`` when streaming was asked for.
         eval: Rows to evaluate on, or None.
         train_origin: Where the rows of ``train`` are from.
         eval_origin: Where those of ``eval`` are from; None without them.

@@ -126,7 +126,7 @@ def tokenize(
         ):
             if rows is None or origin is None or isinstance(rows, IterableDataset):
                 continue
-            one = encoder if name == "train" else maker.encoder(rows.column_names)
+            one = encoder if name == "train" else maker.encoder(_columns(rows, origin))
             origins[name] = origin
             samples[name], counts[name], is_cached = maker.make(rows, origin, one)
             if is_cached:
@@ -206,20 +206,22 @@ class _Maker:
         """Return samples that are made as they are asked for; what is dropped is logged."""
 
         def work(batch: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[list[int]]]:
-            picked = [{name: batch[name][row] for name in encoder.columns} for row in range(len(numbers))]
+            picked = [{name: row.get(name) for name in encoder.used} for row in batch["row"]]
             table = tables.build([picked], name_row=lambda row: origin.name(numbers[row]))
+            # a column that neither the first row nor these have is absent; one that only some have is told by the row
+            absent = [name for name in encoder.used if pa.types.is_null(table.schema.field(name).type)]
+            table = table.drop_columns([name for name in absent if name not in encoder.columns])
             flat, counts = encoder.encode(table, start=numbers[0], origin=origin)
             for reason, dropped in counts.dropped.items():
-                named = ", ".join(map(origin.name, dropped.rows))
-                _log.warning("%d row(s) dropped, %s: %s", dropped.count, reason, named)
-            return pa.Table.from_batches([_record_batch(flat)]).to_pydict()
+                _log.warning("%d row(s) dropped, %s: %s", dropped.count, reason, origin.names(dropped.rows))
+            return dict(pa.Table.from_batches([_record_batch(flat)]).to_pydict())
 
         return rows.map(
             work,
             batched=True,
             with_indices=True,
             batch_size=_STREAMED_ROWS,
-            remove_columns=_columns(rows, origin),
+            remove_columns=["row"],
             features=_FEATURES,
         )
 
@@ -248,13 +250,13 @@ class _Maker:
 
 
 def _columns(rows: Dataset | IterableDataset, origin: Origin) -> list[str]:
-    """Return the columns; those of the first row where rows are streamed."""
-    if rows.column_names is not None:
-        return list(rows.column_names)
+    """Return the columns that hold anything; those of the first row where rows are streamed."""
+    if isinstance(rows, Dataset):
+        return [name for name, feature in rows.features.items() if feature != Value("null")]
     first = next(iter(rows), None)
     if first is None:
         raise DataError(f"{origin.title} holds no rows; it must hold one or more")
-    return list(first)
+    return [name for name, value in first["row"].items() if value is not None]
 
 
 def _record_batch(flat: Flat) -> pa.RecordBatch:
