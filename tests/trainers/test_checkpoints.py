@@ -294,7 +294,7 @@ def test_our_state_is_there_before_the_state_that_says_complete(tmp_path):
 
 def test_added_tokens(tmp_path):
     tokenizer = build_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<ä>"]})
+    tokenizer.add_tokens(["<ä>"], special_tokens=True)
     write_added_tokens(tmp_path / "new", tokenizer, ("<ä>", "<|user|>"))
     text = (tmp_path / "new" / "added_tokens_info.json").read_text(encoding="utf-8")
     assert json.loads(text) == {"num_new_tokens": 2, "added_tokens": {"<ä>": 266, "<|user|>": 4}}

@@ -80,7 +80,7 @@ def test_the_model_may_go_elsewhere(tmp_path):
 
 def test_added_tokens_are_told_beside_each_checkpoint(tmp_path):
     trainer = make_trainer(tmp_path, build_model(), ROWS, save_strategy="steps", save_steps=6)
-    trainer.processing_class.add_special_tokens({"additional_special_tokens": ["<a>", "<b>"]})
+    trainer.processing_class.add_tokens(["<a>", "<b>"], special_tokens=True)
     fit(trainer, None, added_tokens=("<a>", "<b>"))
     for folder in (tmp_path, tmp_path / "checkpoint-6", tmp_path / "checkpoint-12"):
         info = json.loads((folder / "added_tokens_info.json").read_text())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tuning.config.peft_config import LoraConfig, PromptTuningConfig
@@ -10,10 +12,13 @@ from tuning.logs import logger
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
 __all__ = ["ALL_LINEAR", "build_peft_config", "wrap"]
 
 ALL_LINEAR = "all-linear"  # peft's word for every linear layer but the head
+# Llama's names; other families have other ones
+EMBEDDING, HEAD = "embed_tokens", "lm_head"
 _log = logger(__name__)
 
 
@@ -66,21 +71,73 @@ def build_peft_config(
     return config
 
 
-def wrap(model: nn.Module, peft_config: Any) -> nn.Module:  # noqa: ANN401 - a peft config
+def wrap(model: PreTrainedModel, peft_config: Any) -> nn.Module:  # noqa: ANN401 - a peft config
     """Return ``model`` wrapped by peft; its own modules are changed in place.
 
+    Embedding and head are found by what they are, so ``modules_to_save`` may name them as Llama does in any model;
+    where they share a weight, they share what is trained too.
+
     Raises:
-        ModelError: If no module of the model has the names asked for.
+        ModelError: If a module that was asked for is not in the model, or the head is to get an adapter.
     """
     import peft  # noqa: PLC0415 - a second; full fine-tuning does not need it
 
+    peft_config = _fit_config(model, peft_config)
     try:
         wrapped = peft.get_peft_model(model, peft_config)
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, NotImplementedError) as error:
         raise ModelError(f"The adapters do not fit {type(model).__name__}: {error}") from error
     trainable, total = wrapped.get_nb_trainable_parameters()
     _log.info("training %s of %s parameters (%.2f %%)", f"{trainable:,}", f"{total:,}", 100 * trainable / total)
     return wrapped
+
+
+def _fit_config(model: PreTrainedModel, peft_config: Any) -> Any:  # noqa: ANN401 - a peft config
+    """Return ``peft_config`` with the names of this model's embedding and head, all names checked."""
+    ends = {id(model.get_input_embeddings()): EMBEDDING, id(model.get_output_embeddings()): HEAD}
+    own = {ends[id(module)]: name for name, module in model.named_modules() if id(module) in ends}
+    fitted = copy.copy(peft_config)
+    if getattr(peft_config, "modules_to_save", None):
+        named = [own[name].rpartition(".")[2] if name in own else name for name in peft_config.modules_to_save]
+        fitted.modules_to_save = named
+        ends_named = {own[end].rpartition(".")[2] for end in own} & set(named)
+        if ends_named and _shares_ends(model):
+            fitted.ensure_weight_tying = True
+        _check_names(model, "modules_to_save", named)
+    targets = getattr(peft_config, "target_modules", None)
+    if targets is not None and not isinstance(targets, str):
+        _check_names(model, "target_modules", sorted(targets))
+        head = own.get(HEAD, HEAD)
+        if any(_matches(head, name) for name in targets):
+            raise ModelError(
+                f"--target_modules names {head}, the head, whose output the loss computes in parts without calling "
+                "it, so an adapter there would never train; drop it, or train the head in full by --modules_to_save"
+            )
+    return fitted
+
+
+def _shares_ends(model: PreTrainedModel) -> bool:
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _check_names(model: nn.Module, flag: str, names: Sequence[str]) -> None:
+    known = [name for name, _ in model.named_modules()]
+    absent = [name for name in names if not any(_matches(module, name) for module in known)]
+    if absent:
+        leaves = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_leaf(module)})
+        raise ModelError(
+            f"--{flag} names {', '.join(absent)}, which {type(model).__name__} does not have; its modules are "
+            f"{', '.join(leaves)}"
+        )
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return not any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+def _matches(module: str, name: str) -> bool:
+    return module == name or module.endswith(f".{name}")
 
 
 def _targets(names: list[str] | None) -> str | list[str]:
@@ -92,6 +149,6 @@ def _targets(names: list[str] | None) -> str | list[str]:
 def _modules_to_save(names: list[str] | None, *, has_new_tokens: bool) -> list[str] | None:
     modules = list(names or [])
     if has_new_tokens:
-        modules += [name for name in ("embed_tokens", "lm_head") if name not in modules]
+        modules += [name for name in (EMBEDDING, HEAD) if name not in modules]
         _log.info("tokens were added: %s train and are saved in full beside the adapters", ", ".join(modules))
     return modules or None

@@ -8,18 +8,22 @@ Config and tokenizer come first and cost little; the weights come last, when eve
 
 from __future__ import annotations
 
+import pickle
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from safetensors import SafetensorError
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tuning.config.configs import ModelArguments
 from tuning.environment import installed_version
 from tuning.errors import ModelError
 from tuning.logs import logger
+from tuning.models.weights import find_weights_fault
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -37,10 +41,13 @@ __all__ = [
 ]
 
 _log = logger(__name__)
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # what transformers and its file readers raise for a checkpoint they cannot read; anything else is our fault
-_LOAD_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError)
+_LOAD_ERRORS = (
+    OSError, ValueError, LookupError, RuntimeError, ImportError, EOFError, SafetensorError, struct.error,
+    pickle.UnpicklingError,
+)  # fmt: skip
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +83,8 @@ def find_checkpoint(model: ModelArguments, *, trust_remote_code: bool = False) -
         ModelError: If a local folder holds no config or no weights, or a file is no ``.gguf`` file.
     """
     name = str(model.model_name_or_path)
+    if name.startswith("~"):
+        name = str(Path(name).expanduser())
     gguf_file = model.gguf_file
     path = Path(name)
     if path.is_file():
@@ -110,11 +119,14 @@ def _check_folder(path: Path, gguf_file: str | None) -> None:
     if not (path / "config.json").is_file():
         found = sorted(path.glob("*.gguf"))
         advice = f"; add --gguf_file {found[0].name}" if found else "; give the folder of a saved model"
+        if (path / "adapter_config.json").is_file():
+            advice = " but an adapter; give the model that it was trained on, or merge the two first"
         raise ModelError(f"--model_name_or_path {path} has no config.json, so it holds no checkpoint{advice}")
-    if not any(any(path.glob(pattern)) for pattern in _WEIGHTS):
+    fault = find_weights_fault(path)
+    if fault is not None:
         raise ModelError(
-            f"--model_name_or_path {path} has no weights (model.safetensors or pytorch_model.bin); give a folder "
-            "with a complete checkpoint"
+            f"--model_name_or_path {path} holds no complete checkpoint: {fault}; give a folder with config.json and "
+            "model.safetensors or pytorch_model.bin, whole or in shards"
         )
 
 
@@ -122,14 +134,23 @@ def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
     """Read the model's ``config.json`` (or the header of its GGUF file).
 
     Raises:
-        ModelError: If there is none or it cannot be read.
+        ModelError: If there is none, it cannot be read, or it is that of no causal language model.
     """
     try:
-        return AutoConfig.from_pretrained(checkpoint.name, **checkpoint.kwargs)
+        config = AutoConfig.from_pretrained(checkpoint.name, **checkpoint.kwargs)
     except _LOAD_ERRORS as error:
         raise ModelError(
-            f"The config of --model_name_or_path {checkpoint.name} cannot be read: {_first_line(error)}"
+            f"The config of --model_name_or_path {checkpoint.name} cannot be read: {_first_line(error)}; give the "
+            "folder of a saved model, or a hub name that can be reached"
         ) from error
+    own_code = getattr(config, "auto_map", None) or {}
+    known = any(type(each) in MODEL_FOR_CAUSAL_LM_MAPPING for each in (config, config.get_text_config()))
+    if not known and AutoModelForCausalLM.__name__ not in own_code:
+        raise ModelError(
+            f"--model_name_or_path {checkpoint.name} is a {config.model_type} model, which transformers has no causal "
+            "language model for; give a model that generates text token by token"
+        )
+    return config
 
 
 def load_tokenizer(
@@ -163,6 +184,10 @@ def load_tokenizer(
         if name == checkpoint.name
         else {"trust_remote_code": checkpoint.kwargs["trust_remote_code"]}
     )
+    folder = Path(name)
+    has_files = "gguf_file" in kwargs or any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES)
+    if folder.is_dir() and not has_files:
+        raise ModelError(f"{name} has no tokenizer (tokenizer.json, tokenizer.model); give --tokenizer_name_or_path")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
     except _LOAD_ERRORS as error:
@@ -171,23 +196,23 @@ def load_tokenizer(
         ) from error
     if chat_template is not None:
         tokenizer.chat_template = _read_template(chat_template)
+    before = set(tokenizer.get_vocab())
+    if add_special_tokens:
+        tokenizer.add_special_tokens(
+            {"extra_special_tokens": list(add_special_tokens)}, replace_extra_special_tokens=False
+        )
     for flag, token in (("eos_token", eos_token), ("pad_token", pad_token)):
         if token is None:
             continue
         if token not in tokenizer.get_vocab():
             raise ModelError(f"--{flag} {token} is not in the vocabulary of {name}; add it with --add_special_tokens")
         setattr(tokenizer, flag, token)
-    before = set(tokenizer.get_vocab())
-    if add_special_tokens:
-        tokenizer.add_special_tokens(
-            {"additional_special_tokens": list(add_special_tokens)}, replace_additional_special_tokens=False
-        )
     if tokenizer.eos_token is None:
         raise ModelError(f"The tokenizer of {name} has no end-of-sequence token; give --eos_token")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
         _log.info("the tokenizer has no pad token; padding uses %s, told apart by the mask", tokenizer.eos_token)
-    added = [token for token in (add_special_tokens or []) if token not in before]
+    added = dict.fromkeys(token for token in (add_special_tokens or []) if token not in before)
     return LoadedTokenizer(tokenizer=tokenizer, added=tuple(added))
 
 
@@ -196,7 +221,12 @@ def _read_template(template: str) -> str:
     if "{" not in template:
         if not path.is_file():
             raise ModelError(f"--chat_template {template} is neither a Jinja template nor a file; give one of them")
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(
+                f"--chat_template {template} cannot be read as UTF-8 text ({error}); correct it"
+            ) from error
     return template
 
 
@@ -238,21 +268,61 @@ def load_model(checkpoint: Checkpoint, kwargs: Mapping[str, Any]) -> PreTrainedM
     Raises:
         ModelError: If they cannot be read, or do not fit the config.
     """
-    merged = {**checkpoint.kwargs, **kwargs}
+    merged = {**checkpoint.kwargs, **kwargs, "ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(checkpoint.name, output_loading_info=True, **merged)
+        model, info = AutoModelForCausalLM.from_pretrained(checkpoint.name, **merged)
     except _LOAD_ERRORS as error:
         raise ModelError(
-            f"The weights of --model_name_or_path {checkpoint.name} cannot be loaded: {_first_line(error)}"
+            f"The weights of --model_name_or_path {checkpoint.name} cannot be loaded: {_first_line(error)}; give a "
+            "complete checkpoint"
         ) from error
+    _check_weights(checkpoint, type(model).__name__, info)
+    if getattr(model.config, "is_decoder", None) is False:
+        # configs of encoders say so, and of some decoders too: only the model itself can tell
+        _check_causal(checkpoint, model)
+    return model
+
+
+def _check_weights(checkpoint: Checkpoint, class_name: str, info: Mapping[str, Any]) -> None:
+    """Refuse weights that would start at random, and tell of those that are not used."""
     missing = sorted(info.get("missing_keys") or ())
     if missing:
-        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         raise ModelError(
-            f"The checkpoint {checkpoint.name} lacks {len(missing)} weights of {type(model).__name__} ({shown}); they "
-            "would start at random. Give a complete checkpoint of a causal language model"
+            f"The checkpoint {checkpoint.name} lacks {len(missing)} weights of {class_name} ({_shorten(missing)}); "
+            "they would start at random. Give a complete checkpoint of a causal language model"
         )
-    return model
+    misfits = sorted(f"{name} is {list(there)} and must be {list(here)}" for name, there, here in _mismatches(info))
+    if misfits:
+        raise ModelError(
+            f"The weights of {checkpoint.name} do not have the sizes that its config.json says ({_shorten(misfits)}); "
+            "give a folder whose files belong together"
+        )
+    unused = sorted(info.get("unexpected_keys") or ())
+    if unused:
+        _log.warning("%s has %d weights that %s does not use: %s", checkpoint.name, len(unused), class_name,
+                     _shorten(unused))  # fmt: skip
+
+
+def _mismatches(info: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    return [(str(item[0]), item[1], item[2]) for item in info.get("mismatched_keys") or ()]
+
+
+@torch.no_grad()
+def _check_causal(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
+    """Refuse a model whose prediction for a token changes with the tokens after it."""
+    ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
+    other = ids.clone()
+    other[0, -1] = 0
+    before, after = (model(input_ids=each).logits[0, :-1] for each in (ids, other))
+    if not torch.equal(before, after):
+        raise ModelError(
+            f"--model_name_or_path {checkpoint.name} is a {model.config.model_type} model that looks at the tokens "
+            "which come after the one it predicts, so it would learn to copy them; give a causal language model"
+        )
+
+
+def _shorten(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def resize_embeddings_(model: PreTrainedModel, num_tokens: int, *, multiple_of: int = 1) -> int:
@@ -270,11 +340,17 @@ def resize_embeddings_(model: PreTrainedModel, num_tokens: int, *, multiple_of: 
     if num_tokens <= rows:
         return 0
     wanted = -(-num_tokens // multiple_of) * multiple_of
-    model.resize_token_embeddings(wanted)
+    # upstream draws new rows at random around the mean, after a decomposition of the whole embedding
+    model.resize_token_embeddings(wanted, mean_resizing=False)
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        for parameter in (getattr(layer, "weight", None), getattr(layer, "bias", None)):
+            if parameter is not None:
+                with torch.no_grad():
+                    parameter[rows:] = parameter[:rows].float().mean(0).to(parameter.dtype)
     _log.info("embedding grown from %d to %d rows for %d tokens", rows, wanted, num_tokens)
     return wanted - rows
 
 
 def _first_line(error: BaseException) -> str:
     text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__

@@ -10,14 +10,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import struct
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuning.errors import CheckpointError
 from tuning.logs import logger
+from tuning.models.weights import find_weights_fault, is_whole
 from tuning.trainers.metrics import Counts
 
 if TYPE_CHECKING:
@@ -36,8 +35,6 @@ _log = logger(__name__)
 _STATE_FILE = "packtune_state.json"
 _ADDED_TOKENS_FILE = "added_tokens_info.json"  # fms-hf-tuning's name
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_SINGLE_WEIGHTS = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
 _OPTIMIZER_FILES = ("optimizer.pt", "scheduler.pt")
 
 
@@ -125,54 +122,16 @@ def find_fault(folder: Path, *, model_only: bool = False) -> str | None:
     sharded_state = any(folder.glob("pytorch_model_fsdp*")) or any(folder.glob("global_step*"))
     if sharded_state:
         return None
-    return _find_weights_fault(folder) or (None if model_only else _find_optimizer_fault(folder))
+    return find_weights_fault(folder) or (None if model_only else _find_optimizer_fault(folder))
 
 
 def _find_optimizer_fault(folder: Path) -> str | None:
     for name in _OPTIMIZER_FILES:
         if not (folder / name).is_file():
             return f"{name} is missing"
-        if not _is_whole(folder / name):
+        if not is_whole(folder / name):
             return f"{name} is cut short"
     return None
-
-
-def _find_weights_fault(folder: Path) -> str | None:
-    names = [name for name in _SINGLE_WEIGHTS if (folder / name).is_file()]
-    for index in _INDEXES:
-        if (folder / index).is_file():
-            try:
-                names += sorted(set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values()))
-            except (ValueError, KeyError, TypeError):
-                return f"{index} is cut short"
-    if not names:
-        return "its weights are missing"
-    for name in names:
-        if not (folder / name).is_file():
-            return f"{name} is missing"
-        if not _is_whole(folder / name):
-            return f"{name} is cut short"
-    return None
-
-
-def _is_whole(path: Path) -> bool:
-    """Say whether a file has its end: a safetensors file as its header says, another one that of a zip archive."""
-    if path.suffix != ".safetensors":
-        return zipfile.is_zipfile(path)
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        if len(start) < 8:
-            return False
-        (header_bytes,) = struct.unpack("<Q", start)
-        if header_bytes > size:
-            return False
-        try:
-            header = json.loads(file.read(header_bytes))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, AttributeError, KeyError, TypeError, IndexError):
-            return False
-    return bool(size == 8 + header_bytes + max(ends, default=0))
 
 
 def write_run_state(folder: Path, *, counts: Counts, sampler: dict[str, Any] | None) -> None:
