@@ -2,7 +2,7 @@
 
 Every variant builds the model anew from the same seed, trains on the same rows in the same order through a trainer
 (TRL's own, or ours with plugins), and is timed over windows of steps; the clock is read with the device idle at the
-ends of a window only. A variant whose first loss differs from the first variant's is reported as wrong, and no speed
+ends of a window only, and every window holds the same samples for every variant. A variant whose first loss differs from the first variant's is reported as wrong, and no speed
 is printed for it.
 
     python scripts/bench/padding_free.py --shape tiny
@@ -16,7 +16,6 @@ import contextlib
 import gc
 import json
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -212,8 +211,9 @@ def measure(name: str, options: argparse.Namespace, batch: int, lengths: list[in
     for index, (start, end) in enumerate(zip(clock.times, clock.times[1:], strict=False)):
         first = (options.warm_up + index * options.steps) * batch
         speeds.append(sum(lengths[first : first + options.steps * batch]) / (end - start))
+    measured = sum(lengths[options.warm_up * batch :]) / (clock.times[-1] - clock.times[0])
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
-    return {"loss": first_loss, "speeds": speeds, "peak_gib": peak, "dtype": dtype}
+    return {"loss": first_loss, "speed": measured, "windows": speeds, "peak_gib": peak, "dtype": dtype}
 
 
 def main() -> None:
@@ -227,10 +227,11 @@ def main() -> None:
     parser.add_argument("--warm_up", type=int, default=4)
     parser.add_argument("--windows", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps of a window")
-    parser.add_argument("--csv", help="file that rows are appended to")
+    parser.add_argument("--csv", help="file that rows are appended to, such as scripts/bench/results.csv")
+    parser.add_argument("--commit", help="commit that is measured; default: ask git")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    recorder = Recorder("padding_free", csv_path=options.csv)
+    recorder = Recorder("padding_free", csv_path=options.csv, commit=options.commit)
     for batch in options.batch:
         steps = options.warm_up + options.windows * options.steps
         lengths = read_lengths(options.lengths, batch * steps)
@@ -247,10 +248,11 @@ def main() -> None:
             if error > _LOSS_TOLERANCE[result["dtype"]]:
                 recorder.add(case, "loss_error", error, "nats")
                 continue
-            speed = statistics.median(result["speeds"])
-            recorder.add(case, "real_tokens_per_second", speed, "tokens/s")
-            recorder.add(case, "ratio", speed / statistics.median(base["speeds"]), "x")
-            recorder.add(case, "spread", (max(result["speeds"]) - min(result["speeds"])) / speed, "share")
+            recorder.add(case, "real_tokens_per_second", result["speed"], "tokens/s")
+            recorder.add(case, "ratio", result["speed"] / base["speed"], "x")
+            ratios = [ours / theirs for ours, theirs in zip(result["windows"], base["windows"], strict=True)]
+            recorder.add(case, "ratio_lowest_window", min(ratios), "x")
+            recorder.add(case, "ratio_highest_window", max(ratios), "x")
             if device == "cuda":
                 recorder.add(case, "peak_memory", result["peak_gib"], "GiB")
 
