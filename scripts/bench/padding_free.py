@@ -2,8 +2,8 @@
 
 Every variant builds the model anew from the same seed, trains on the same rows in the same order through a trainer
 (TRL's own, or ours with plugins), and is timed over windows of steps; the clock is read with the device idle at the
-ends of a window only, and every window holds the same samples for every variant. A variant whose first loss differs from the first variant's is reported as wrong, and no speed
-is printed for it.
+ends of a window only, and every window holds the same samples for every variant. A variant whose first loss differs
+from the first variant's is reported as wrong, and no speed is printed for it.
 
     python scripts/bench/padding_free.py --shape tiny
     python scripts/bench/padding_free.py --shape mistral-7b --batch 8 4 --checkpointing true
@@ -138,25 +138,22 @@ def build_model(shape: str, dtype: torch.dtype, device: str) -> torch.nn.Module:
 @contextlib.contextmanager
 def build_trainer(variant: Variant, model: Any, rows: Dataset, values: dict[str, Any]) -> Iterator[Any]:
     """Yield the trainer of a variant; what it changed on the model is undone afterwards."""
-    tokenizer = build_tokenizer(vocab_size_of(model))
+    tokenizer = build_tokenizer(model.config.vocab_size)
+    flags: dict[str, Any] = {}
+    if variant.padding_free:
+        # TRL leaves attention to flash-attn; here its flattened batches get the same attention as ours
+        flags["padding_free"] = PaddingFree()
     if variant.trainer == "trl":
-        config = trl.SFTConfig(
+        args: Any = trl.SFTConfig(
             **values, padding_free=variant.padding_free, max_length=None, use_liger_kernel="liger" in variant.kernels,
             dataset_kwargs={"skip_prepare_dataset": True},
         )  # fmt: skip
-        with contextlib.ExitStack() as stack:
-            if variant.padding_free:
-                stack.enter_context(varlen_attention_of(model))
-            yield trl.SFTTrainer(model, args=config, train_dataset=rows, processing_class=tokenizer)
-        return
-    flags: dict[str, Any] = {}
-    if variant.padding_free:
-        flags["padding_free"] = PaddingFree()
-    if variant.kernels:
-        auto = variant.kernels == ("auto",)
-        flags["fast_kernels"] = FastKernelsConfig(kernels=() if auto else variant.kernels, auto=auto)
+    else:
+        args = arguments.build(values)
+        if variant.kernels:
+            auto = variant.kernels == ("auto",)
+            flags["fast_kernels"] = FastKernelsConfig(kernels=() if auto else variant.kernels, auto=auto)
     framework = AccelerationFramework(flags, plugins=BUILTIN)
-    args = arguments.build(values)
     facts = Facts(
         model_config=model.config, model_name_or_path="", model_kwargs={}, train_args=args, peft_config=None,
         active=framework.active, world_size=1, rank=0, seed=0, device_type=args.device.type,
@@ -165,25 +162,11 @@ def build_trainer(variant: Variant, model: Any, rows: Dataset, values: dict[str,
     framework.check(facts)
     framework.check_model(model, facts)
     with restored(model), framework.patched(model, facts):
+        if variant.trainer == "trl":
+            yield trl.SFTTrainer(model, args=args, train_dataset=rows, processing_class=tokenizer)
+            return
         seats = framework.seats([len(row) for row in rows["input_ids"]], PaddedCollator(pad_token_id=0), facts)
         yield SFTTrainer(model, args, train_dataset=rows, eval_dataset=None, tokenizer=tokenizer, seats=seats)
-
-
-def vocab_size_of(model: Any) -> int:
-    """Return the vocabulary of a model."""
-    return int(model.config.vocab_size)
-
-
-@contextlib.contextmanager
-def varlen_attention_of(model: Any) -> Iterator[None]:
-    """Give TRL's padding-free batches the same attention that ours use, which TRL leaves to flash-attn."""
-    from tuning.acceleration.plugins.padding_free import PaddingFreePlugin
-
-    plugin = PaddingFreePlugin(PaddingFree())
-    with contextlib.ExitStack() as stack:
-        for patch in plugin.patches(model, None):  # type: ignore[arg-type]
-            stack.enter_context(patch.apply(model.get_submodule(patch.target)))
-        yield
 
 
 def measure(name: str, options: argparse.Namespace, batch: int, lengths: list[int], device: str) -> dict[str, Any]:
@@ -191,7 +174,7 @@ def measure(name: str, options: argparse.Namespace, batch: int, lengths: list[in
     variant = VARIANTS[name]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = build_model(options.shape, dtype, device)
-    rows = build_rows(lengths, vocab_size_of(model))
+    rows = build_rows(lengths, model.config.vocab_size)
     clock = Windows(options.warm_up, options.steps)
     values = {
         "output_dir": tempfile.mkdtemp(), "per_device_train_batch_size": batch, "bf16": False, "seed": 0,
