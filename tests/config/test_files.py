@@ -95,6 +95,7 @@ def test_files_that_are_no_text(tmp_path):
     binary.write_bytes(b'{"a": "\xff\xfe"}')
     assert message_of(binary) == f"the configuration file {binary} is no UTF-8 text (byte 7); give a JSON or YAML file"
     assert message_of(tmp_path) == f"the configuration file {tmp_path} is a folder; name a file in it"
+    assert message_of("a\0") == 'the configuration file "a\\u0000" cannot be a path; correct it'
     gone = tmp_path / "gone.json"
     assert message_of(gone) == f"the configuration file {gone} does not exist; correct the path"
 

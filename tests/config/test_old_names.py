@@ -139,11 +139,13 @@ def test_trackers_are_report_to(argv, report_to):
             ["--tracker", "aim"],
             "--tracker was given aim, which is not supported; name a tracker that --report_to takes",
         ),
+        (["{file}"], "{file}: trackers was given true, but it takes a list of texts or text; correct the value"),
         (
             ["--trackers", "none", "wandb"],
             "--trackers was given none together with other trackers; keep none or the others",
         ),
     ],
 )
-def test_trackers_refused(argv, problem):
-    assert problems_of(*argv) == [problem]
+def test_trackers_refused(tmp_path, argv, problem):
+    path = write_json(tmp_path / "run.json", {"trackers": True})
+    assert problems_of(*[token.replace("{file}", path) for token in argv]) == [problem.replace("{file}", path)]

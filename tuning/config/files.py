@@ -46,6 +46,8 @@ def _read_text(path: str) -> str:
         ) from error
     except OSError as error:
         raise ConfigError(f"the configuration file {path} cannot be read: {error.strerror}; correct that") from error
+    except ValueError as error:  # a null byte
+        raise ConfigError(f"the configuration file {show(path)} cannot be a path; correct it") from error
 
 
 def _place(text: str, position: int) -> str:

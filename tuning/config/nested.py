@@ -136,7 +136,7 @@ def build_config(config_type: type[T], value: object, *, flag: str, label: str |
         name = _first_taker(token, kinds, options)
         if name is not None:
             options[name] = cast(token, kinds[name])
-        elif token in retired:
+        elif isinstance(token, str) and token in retired:
             problems.append(f"{label} was given {show(token)}, {retired[token]}")
         else:
             problems.append(_no_taker(token, {key: kinds[key] for key in kinds if key not in options}, label))

@@ -16,11 +16,11 @@ _Test = Callable[[Any], bool]
 
 
 def _at_least(low: float) -> _Test:
-    return lambda value: value >= low and math.isfinite(value)
+    return lambda value: low <= value < math.inf
 
 
 def _above(low: float) -> _Test:
-    return lambda value: value > low and math.isfinite(value)
+    return lambda value: low < value < math.inf
 
 
 def _in_share(value: float) -> bool:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from tuning.config.values import BOOL_WORDS
+from tuning.errors import ConfigError
 
 __all__ = ["ALWAYS", "REFUSED", "RENAMED", "convert_renamed", "read_always", "read_trackers"]
 
@@ -99,16 +100,18 @@ def read_always(name: str, value: object, label: str) -> tuple[str | None, str |
     return None, f"{label} was given {text}, but {why}; give {wanted} or drop the flag"
 
 
-def read_trackers(value: Any, label: str) -> list[str]:  # noqa: ANN401 - text or list
+def read_trackers(value: str | list[str], label: str) -> list[str]:
     """Return what ``report_to`` is for a list of fms-hf-tuning's trackers.
 
     Raises:
-        ValueError: With what is wrong and what to do.
+        ConfigError: If a tracker is not supported, or none comes with others.
     """
-    names = value.replace(",", " ").split() if isinstance(value, str) else [str(item) for item in value]
+    names = value.replace(",", " ").split() if isinstance(value, str) else value
     for name in names:
         if name in _UNSUPPORTED_TRACKERS:
-            raise ValueError(f"{label} was given {name}, which is not supported; name a tracker that --report_to takes")
+            raise ConfigError(
+                f"{label} was given {name}, which is not supported; name a tracker that --report_to takes"
+            )
     if "none" in names and len(names) > 1:
-        raise ValueError(f"{label} was given none together with other trackers; keep none or the others")
+        raise ConfigError(f"{label} was given none together with other trackers; keep none or the others")
     return [name for name in names if name not in _REPORT_TO_ITSELF]

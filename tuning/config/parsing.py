@@ -202,22 +202,16 @@ class _Reader:
     def _cast(self, spec: FieldSpec, item: _Given) -> Any:  # noqa: ANN401 - whatever the flag takes
         value = spec.const if item.value is True and spec.const is not UNSET else item.value
         try:
-            if spec.name == "trackers":
-                return read_trackers(value, item.label)
             if spec.owner == "plugin":
                 return UNSET if names_off(value) else value
             if "nested" in spec.kind.bases:
                 return self._cast_nested(spec, item)
-            return cast(value, spec.kind)
+            result = cast(value, spec.kind)
+            return read_trackers(result, item.label) if spec.name == "trackers" else result
         except ConfigError as error:
             self.problems += error.problems
         except ValueError as error:
-            text = (
-                str(error)
-                if spec.name == "trackers"
-                else (f"{item.label} was given {show(value)}, but it takes {error}; correct the value")
-            )
-            self.problems.append(text)
+            self.problems.append(f"{item.label} was given {show(value)}, but it takes {error}; correct the value")
         return UNSET
 
     def _cast_nested(self, spec: FieldSpec, item: _Given) -> Any:  # noqa: ANN401 - a config object

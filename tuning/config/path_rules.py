@@ -1,4 +1,7 @@
-"""Rules on paths: what is read must be there, and what is written must be writable. Nothing is created."""
+"""Rules on paths: what is read must be there, and what is written must be writable. Nothing is created.
+
+``os.path.exists`` says no where ``Path.exists`` raises: of a text that is too long for a path, or holds a null byte.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,10 @@ def _check_model(config: RunConfig) -> list[str]:
     if not name:
         return ["--model_name_or_path is not given; name a folder, a hub model or a .gguf file"]
     problems = []
-    if _is_path(name, suffixes=frozenset({".gguf"})) and not Path(name).exists():
+    if _is_path(name, suffixes=frozenset({".gguf"})) and not os.path.exists(name):
         problems.append(f"--model_name_or_path {name} does not exist; correct the path or give a hub name")
     tokenizer = config.model.tokenizer_name_or_path
-    if tokenizer and _is_path(tokenizer) and not Path(tokenizer).exists():
+    if tokenizer and _is_path(tokenizer) and not os.path.exists(tokenizer):
         problems.append(f"--tokenizer_name_or_path {tokenizer} does not exist; correct the path or give a hub name")
     if config.model.gguf_file and name.endswith(".gguf"):
         problems.append("--gguf_file names a file inside a folder, but --model_name_or_path is a .gguf file; keep one")
@@ -72,25 +75,25 @@ def _check_output(config: RunConfig) -> list[str]:
 
 def _is_path(text: str, *, suffixes: frozenset[str] = frozenset()) -> bool:
     """Say whether ``text`` can only be a path, or is one that exists; otherwise it may be a hub name."""
-    return Path(text).exists() or Path(text).suffix.lower() in suffixes or _HUB_NAME.fullmatch(text) is None
+    return os.path.exists(text) or Path(text).suffix.lower() in suffixes or _HUB_NAME.fullmatch(text) is None
 
 
 def _unreadable(label: str, path: str, advice: str = "correct the path") -> list[str]:
-    if not Path(path).exists():
+    if not os.path.exists(path):
         return [f"{label} {path} does not exist; {advice}"]
-    if not os.access(path, os.R_OK | (os.X_OK if Path(path).is_dir() else 0)):
+    if not os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)):
         return [f"{label} {path} cannot be read; change its permissions or name another"]
     return []
 
 
 def _unwritable(label: str, path: str) -> list[str]:
-    target = Path(path).expanduser()
-    if target.exists() and not target.is_dir():
+    target = Path(os.path.expanduser(path))
+    if os.path.exists(target) and not os.path.isdir(target):
         return [f"{label} {path} is a file, not a folder; name a folder"]
     parent = target
-    while not parent.exists() and parent != parent.parent:
+    while not os.path.exists(parent) and parent != parent.parent:
         parent = parent.parent
-    if not parent.is_dir():
+    if not os.path.isdir(parent):
         return [f"{label} {path} cannot be made, since {parent} is a file; name another folder"]
     if not os.access(parent, os.W_OK | os.X_OK):
         where = "it" if parent == target else f"its parent {parent}"
