@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -269,6 +270,9 @@ def load_model(checkpoint: Checkpoint, kwargs: Mapping[str, Any]) -> PreTrainedM
         ModelError: If they cannot be read, or do not fit the config.
     """
     merged = {**checkpoint.kwargs, **kwargs, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    if "gguf_file" in merged and hasattr(transformers, "GgufConfig"):
+        # newer versions keep the weights packed unless told otherwise, and such a model cannot train
+        merged["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(checkpoint.name, **merged)
     except _LOAD_ERRORS as error:
@@ -277,10 +281,24 @@ def load_model(checkpoint: Checkpoint, kwargs: Mapping[str, Any]) -> PreTrainedM
             "complete checkpoint"
         ) from error
     _check_weights(checkpoint, type(model).__name__, info)
+    if "gguf_file" in merged:
+        _make_plain_(model)
     if getattr(model.config, "is_decoder", None) is False:
         # configs of encoders say so, and of some decoders too: only the model itself can tell
         _check_causal(checkpoint, model)
     return model
+
+
+def _make_plain_(model: PreTrainedModel) -> None:
+    """Take from ``model`` what says that it came from a GGUF file, in place: its weights are unpacked.
+
+    Upstream refuses to train or save what it calls quantised, and may have put inference kernels on the layers.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:
+        quantizer.remove_quantization_config(model)
+    for module in model.modules():
+        module.__dict__.pop("forward", None)
 
 
 def _check_weights(checkpoint: Checkpoint, class_name: str, info: Mapping[str, Any]) -> None:
