@@ -39,6 +39,11 @@ def build_peft_config(
 
     if config is None:
         return None
+    if isinstance(config, PromptTuningConfig) and has_new_tokens:
+        raise ConfigError(
+            "--add_special_tokens with --peft_method pt would leave the new tokens untrained, since prompt tuning "
+            "trains virtual tokens alone; use --peft_method lora or none"
+        )
     try:
         if isinstance(config, LoraConfig):
             return peft.LoraConfig(
@@ -53,11 +58,6 @@ def build_peft_config(
                 modules_to_save=_modules_to_save(config.modules_to_save, has_new_tokens=has_new_tokens),
             )
         if isinstance(config, PromptTuningConfig):
-            if has_new_tokens:
-                raise ConfigError(
-                    "--add_special_tokens with --peft_method pt would leave the new tokens untrained, since prompt "
-                    "tuning trains virtual tokens alone; use --peft_method lora or none"
-                )
             starts_from_text = config.prompt_tuning_init == "TEXT"
             return peft.PromptTuningConfig(
                 task_type="CAUSAL_LM",
