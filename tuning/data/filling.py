@@ -1,6 +1,7 @@
 """Fill the seats of one epoch to a number of tokens: the packing behind ``--multipack mode=budget``.
 
-A seat is what one rank trains on in one micro-step. Seats are handled in windows of :data:`WINDOW` micro-steps:
+A seat is what one rank trains on in one micro-step. Seats are handled in windows of :data:`WINDOW` micro-steps, or
+of :data:`WINDOW_SEATS` seats where those are more:
 
 1. *Deal.* Samples, longest first, are cut into strata of like length, each stratum is shuffled, and the windows draw
    from it in turn. So every window gets the same mixture of lengths, and which samples meet is chance.
@@ -12,7 +13,8 @@ A seat is what one rank trains on in one micro-step. Seats are handled in window
    which rank gets which seat, is chance again.
 
 A sample longer than the capacity opens a micro-step of its own kind: its rank has that sample alone, and the other
-ranks may be filled up to its length, with the next longest samples first. All ranks then work while the long one does.
+ranks may be filled up to its length, with the next longest samples first. All ranks then work while the long one does,
+unless it is more than :data:`STRETCH` capacities long: one huge sample must not draw a whole epoch into its step.
 
 The cost is linear in samples, with one pass of numpy over the seats of a window for each sample in it, and no Python
 for a sample. The alternative, best fit over the whole epoch, packs as full but is a loop over samples, and it pairs
@@ -30,24 +32,28 @@ import numpy.typing as npt
 
 from tuning.data.placing import NO_SEAT, give_empty_, move_, place_
 
-__all__ = ["WINDOW", "Seats", "count_micro_steps", "fill"]
+__all__ = ["STRETCH", "WINDOW", "WINDOW_SEATS", "Seats", "count_micro_steps", "fill"]
 
 IntArray = npt.NDArray[np.integer[Any]]
 SeatArray = npt.NDArray[np.int32]
 
 # micro-steps; 16 balances to 0.992 and 32 to 0.995 on instruction data at 8 ranks: scripts/bench/packing.py
 WINDOW = 32
+# capacities that a seat beside a long sample holds at most
+STRETCH = 16
+# seats, for few ranks: 64 fill to 0.968 and 256 to 0.988 on lengths spread evenly from 1 to the capacity
+WINDOW_SEATS = 256
 # seats filled at once
 _BLOCK = 1 << 17
 _STRATA = 64
 # (share of a window's samples after which short ones go by best fit, whether room to spare is kept in every seat):
 # the first balances best, the last packs tightest where there are few short samples
-_WAYS = ((0.7, True), (0.7, False), (0.3, False))
+_WAYS = ((0.7, True), (0.7, False), (0.3, False), (0.0, False))
 # room below this share of all is left in a few seats, which is what fills the others to the last tokens
 _SPARE = 0.01
 _TRIES = 4
-# micro-steps that tell how full a packing gets, when the number of micro-steps is searched
-_SEARCHED_MICRO_STEPS = 512
+# windows that tell how full a packing gets, when the number of micro-steps is searched
+_SEARCHED_WINDOWS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +78,7 @@ class Seats:
     @property
     def num_windows(self) -> int:
         """Windows of the epoch; their sizes differ by one micro-step at most."""
-        return max(1, round(self.num_micro_steps / WINDOW))
+        return max(1, round(self.num_micro_steps / _window(self.num_ranks)))
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
         """Yield the groups cut into as many windows as a processor's cache holds."""
@@ -102,7 +108,7 @@ def count_micro_steps(lengths: IntArray, *, capacity: int, num_ranks: int, seed:
 
 def _pack_first_epoch(lengths: IntArray, capacity: int, num_ranks: int, seed: list[int]) -> tuple[Seats, SeatArray]:
     estimate = _least_micro_steps(lengths, capacity, num_ranks)
-    share = len(lengths) * _SEARCHED_MICRO_STEPS // max(estimate, 1)
+    share = len(lengths) * _SEARCHED_WINDOWS * _window(num_ranks) // max(estimate, 1)
     if len(lengths) > 2 * share > 0:
         thinned = lengths[len(lengths) // share // 2 :: len(lengths) // share]
         start = _least_micro_steps(thinned, capacity, num_ranks)
@@ -122,15 +128,20 @@ def _search(lengths: IntArray, start: int, capacity: int, num_ranks: int, seed: 
         num_micro_steps += max(1, int(0.7 * left / (capacity * num_ranks)))
 
 
+def _window(num_ranks: int) -> int:
+    return max(WINDOW, -(-WINDOW_SEATS // num_ranks))
+
+
 def _least_micro_steps(lengths: IntArray, capacity: int, num_ranks: int) -> int:
     """Return a lower estimate: the micro-steps if every seat were full to the last token."""
-    over = lengths[lengths > capacity].astype(np.float64)
-    total, full = float(lengths.sum()), float(capacity * num_ranks)
+    clipped = np.minimum(lengths, STRETCH * capacity)
+    over = clipped[clipped > capacity].astype(np.float64)
+    total, full = float(clipped.sum()), float(capacity * num_ranks)
     floor = max(-(-len(over) // num_ranks), 1)
     estimate = max(floor, total / full)
     # the longer the epoch, the more windows, and the more micro-steps are stretched by long samples
     for _ in range(20):
-        windows = max(1.0, estimate / WINDOW)
+        windows = max(1.0, estimate / _window(num_ranks))
         leads = np.arange(0, len(over), num_ranks * windows) + windows / 2
         stretched = over[np.minimum(leads.astype(np.int64), len(over) - 1)] - capacity if len(over) else over
         estimate = max(floor, (total - float(stretched.sum()) * num_ranks * windows) / full)
@@ -262,10 +273,11 @@ def _spare_tokens(lengths: IntArray, seats: Seats) -> int:
     """Return the room an ordinary seat keeps so that seats of stretched micro-steps fill first; 0 where it is tight."""
     num_over = int(np.searchsorted(-lengths, -seats.capacity))
     # what the micro-steps of long samples last, were the windows to draw them in order
-    leads = lengths[:num_over].astype(np.int64)[np.arange(num_over) // seats.num_windows % seats.num_ranks == 0]
+    clipped = np.minimum(lengths, STRETCH * seats.capacity)
+    leads = clipped[:num_over].astype(np.int64)[np.arange(num_over) // seats.num_windows % seats.num_ranks == 0]
     stretched = len(leads) * seats.num_ranks
     room = seats.capacity * (seats.count - stretched) + int(leads.sum()) * seats.num_ranks
-    spare = room - int(lengths.sum())
+    spare = room - int(clipped.sum())
     return spare // (seats.count - stretched) if seats.count > stretched and spare > _SPARE * room else 0
 
 
@@ -275,10 +287,10 @@ def _open(over: IntArray, size: int, seats: Seats) -> tuple[IntArray, npt.NDArra
     room = np.full((windows, size * ranks), seats.capacity, dtype=np.int32)
     stretched = np.zeros(room.shape, dtype=np.bool_)
     if over.size:
-        leads = np.repeat(over[::ranks], ranks, axis=0).T
+        leads = np.minimum(np.repeat(over[::ranks], ranks, axis=0).T, STRETCH * seats.capacity)
         stretched[:, : leads.shape[1]] = leads > 0
         room[:, : leads.shape[1]] = np.where(leads > 0, leads, seats.capacity)
-        room[:, : len(over)] -= over.T
+        room[:, : len(over)] = np.maximum(room[:, : len(over)] - over.T, 0)
     return room, stretched
 
 

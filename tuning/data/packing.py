@@ -37,8 +37,8 @@ __all__ = ["PackingSpec", "Plan", "PlanStats", "count_micro_steps", "mean_tokens
 
 IntArray = npt.NDArray[np.integer[Any]]
 
-# int32 room of a seat, with as much again below zero
-_MOST_TOKENS = 1 << 29
+# int32 room of a stretched seat, with as much again below zero
+_MOST_TOKENS = 1 << 27
 _WORD = (1 << 64) - 1
 
 
