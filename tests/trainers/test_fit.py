@@ -12,6 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tests.tiny import build_bigram, build_model, build_tokenizer
 from tests.trainers.harness import EIGHT_GOOD, TWO_BAD, losses, make_trainer
+from tuning.data import cost
+from tuning.data.packing import PackingSpec
+from tuning.data.sampler import MultiPackSampler
 from tuning.errors import CheckpointError
 from tuning.trainers.fit import fit, restored
 
@@ -262,6 +265,36 @@ def test_other_flags_than_those_of_the_checkpoint(tmp_path):
         f"{plain}/checkpoint-3 was written without --multipack and this run is with it, {advice}"
         "--resume_from_checkpoint false"
     )
+
+
+def planned(accumulation) -> MultiPackSampler:
+    spec = PackingSpec(
+        mode="budget", num_ranks=1, batch_size=2, accumulation=accumulation, seed=3, cost=cost.TOKENS, max_tokens=12
+    )
+    return MultiPackSampler([len(row) for row in ROWS], spec, rank=0)
+
+
+def test_a_planned_run_can_be_resumed_at_any_step(tmp_path):
+    values = {"num_train_epochs": 3, "gradient_accumulation_steps": 2, "collator": "flattened"}
+    whole = build_model()
+    trainer = make_trainer(
+        tmp_path / "whole",
+        whole,
+        ROWS,
+        seats={"batch_sampler": planned(2)},
+        save_strategy="steps",
+        save_steps=1,
+        **values,
+    )
+    expected = fit(trainer, None)
+    assert trainer.state.global_step == 9
+    for step in (2, 3, 4):  # within an epoch, at its end, at the start of the next
+        resumed = build_model()
+        again = make_trainer(tmp_path / str(step), resumed, ROWS, seats={"batch_sampler": planned(2)}, **values)
+        metrics = fit(again, str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert again.state.global_step == 9
+        assert same(weights(whole), weights(resumed)), step
+        assert metrics["train_real_tokens"] == expected["train_real_tokens"] == 3 * sum(map(len, ROWS))
 
 
 # ---- no trace ----

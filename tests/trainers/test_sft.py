@@ -22,7 +22,7 @@ import pytest
 import torch
 from huggingface_hub import HfApi
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import EarlyStoppingCallback, LlamaForCausalLM, TrainerCallback
+from transformers import EarlyStoppingCallback, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, TrainerCallback
 
 from tests.tiny import build_bigram, build_model, build_tokenizer
 from tests.trainers.harness import BAD, COLLATORS, EIGHT_GOOD, GOOD, TWO_BAD, KeepGradients, losses, make_trainer
@@ -212,6 +212,47 @@ def test_neftune_adds_noise_while_training_and_is_undone(tmp_path):
     embedding = model.get_input_embeddings()
     assert not embedding._forward_hooks
     assert not hasattr(embedding, "neftune_noise_alpha")
+
+
+@layouts
+def test_a_mixture_of_experts_adds_its_auxiliary_loss(tmp_path, collator):
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True,
+        router_aux_loss_coef=0.5, attn_implementation="eager", max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(config)
+    ids = torch.tensor([EIGHT_GOOD])
+    expected = model.eval()(input_ids=ids, labels=ids, output_router_logits=True)
+    assert expected.aux_loss > 0.1
+    trainer = make_trainer(
+        tmp_path, model, [EIGHT_GOOD] * 2, collator=collator, eval_rows=[EIGHT_GOOD], learning_rate=0.0,
+        gradient_accumulation_steps=2,
+    )  # fmt: skip
+    trainer.train()
+    line = trainer.state.log_history[0]
+    assert line["loss"] == pytest.approx(expected.loss.item(), abs=1e-5)
+    assert line["aux_loss"] == pytest.approx(expected.aux_loss.item(), abs=1e-5)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.loss.item(), abs=1e-5)
+
+
+def test_workers_read_the_same_batches(tmp_path):
+    results = []
+    for workers in (0, 1):
+        trainer = make_trainer(
+            tmp_path,
+            build_bigram(),
+            RAGGED,
+            eval_rows=RAGGED,
+            seats={"batch_sampler": [[0, 1], [2, 3], [], [4, 5, 6]]},
+            dataloader_num_workers=workers,
+            learning_rate=0.0,
+        )
+        trainer.train()
+        results.append((losses(trainer), trainer.totals.real, trainer.evaluate()["eval_loss"]))
+    assert results[0] == results[1]
+    assert results[0][1] == sum(map(len, RAGGED))
 
 
 # ---- evaluation ----
