@@ -136,6 +136,10 @@ def test_a_template_without_an_end_of_turn():
         "{%- for m in messages -%}{{- m.role + ': ' + m.content + (eos_token if loop.last else ' ') -}}{%- endfor -%}"
     )
     assert answers(template, [USER, YO, USER, YO]) == ["yo", "yo</s>"]
+    # blanks after the last turn alone are no part of any
+    turn = "{{- m.role + ': ' + m.content + eos_token + ('\n' if loop.last else '') -}}"
+    template = "{%- for m in messages -%}" + turn + "{%- endfor -%}"
+    assert answers(template, [USER, YO, USER, YO]) == ["yo</s>", "yo</s>"]
 
 
 def test_answers_that_cannot_be_told_from_the_rest_are_refused():

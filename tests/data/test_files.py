@@ -26,10 +26,11 @@ def read(path):
         LINES.encode(),
         codecs.BOM_UTF8 + LINES.replace("\n", "\r\n").encode(),
         LINES.replace("\n", "\n\n  \n").rstrip("\n").encode(),
+        LINES.replace("\n", "\r").encode(),
         json.dumps(ROWS, indent=1).encode(),
         codecs.BOM_UTF8 + json.dumps(ROWS, indent=1).replace("\n", "\r\n").encode(),
     ],
-    ids=["plain", "bom and crlf", "blank lines", "array", "array with bom and crlf"],
+    ids=["plain", "bom and crlf", "blank lines", "lone carriage returns", "array", "array with bom and crlf"],
 )
 def test_json_in_any_dress(write, content, suffix):
     # https://github.com/huggingface/datasets/issues/8241
@@ -66,7 +67,8 @@ def test_csv_keeps_texts_as_they_are(write, name):
 
 
 def test_csv_takes_long_fields_and_leaves_the_limit_of_the_module_alone(write):
-    before = csv.field_size_limit()
+    before = 131_072  # the default
+    csv.field_size_limit(before)
     assert read(write("text\n" + "x" * 200_000 + "\n", "long.csv")) == [{"text": "x" * 200_000}]
     assert csv.field_size_limit() == before
 
@@ -219,6 +221,11 @@ def test_a_folder_is_its_data_files_in_order(write, tmp_path):
         write("x", "folder/" + name)
     found = files.find(tmp_path / "folder", asked="--training_data_path folder")
     assert [str(path.relative_to(tmp_path / "folder")) for path in found] == ["a.parquet", "b.jsonl", "sub/a.csv"]
+
+
+def test_a_folder_inside_a_hidden_one(write, tmp_path):
+    write("x", ".cache/folder/a.jsonl")
+    assert len(files.find(tmp_path / ".cache" / "folder", asked="")) == 1
 
 
 def test_a_folder_without_data(write, tmp_path):

@@ -416,8 +416,16 @@ def test_streamed_columns_that_come_late(prepare, monkeypatch):
     streamed = list(prepare(rows, tokenizer, streaming=True).train)
     assert streamed == list(prepare(rows, tokenizer).train)
     assert len(streamed[2]["input_ids"]) > len(streamed[0]["input_ids"])
+
+
+@pytest.mark.parametrize("batch_rows", [1, 2])
+def test_streamed_tokens(prepare, monkeypatch, batch_rows):
+    monkeypatch.setattr(tokenization, "_STREAMED_ROWS", batch_rows)
+    bare, labelled = {"input_ids": [1, 2]}, {"input_ids": [1, 2], "labels": [X, 2]}
+    assert [row["labels"] for row in prepare([bare, bare, bare], streaming=True).train] == [[X, 2]] * 3
+    assert [row["labels"] for row in prepare([labelled] * 3, streaming=True).train] == [[X, 2]] * 3
     with pytest.raises(DataError, match=r"row 1 of .* has no labels \(absent or null\), but other rows have"):
-        list(prepare([{"input_ids": [1, 2], "labels": [X, 2]}, {"input_ids": [1, 2]}], streaming=True).train)
+        list(prepare([labelled, bare], streaming=True).train)
 
 
 def test_a_saved_data_set_with_features_of_its_own(prepare, tmp_path):

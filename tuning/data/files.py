@@ -175,8 +175,8 @@ def iter_rows(path: Path, kind: str, *, chunk_rows: int = _ROWS_A_CHUNK) -> Iter
 def _iter_lines(path: Path) -> Iterator[Row]:
     number = 0
     try:
-        # newline="\n": a line ends there and nowhere else, so U+2028 or a lone "\r" inside a text splits no row
-        with path.open(encoding=_encoding(_read_head(path)), newline="\n") as file:
+        # lines end by "\n", "\r\n" or "\r", none of which JSON allows inside a text; U+2028 it does, and it ends none
+        with path.open(encoding=_encoding(_read_head(path))) as file:
             for number, line in enumerate(file, start=1):
                 if not line.isspace():
                     yield _as_row(json.loads(line.rstrip()), path, f"line {number}")
