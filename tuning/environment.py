@@ -13,7 +13,7 @@ from importlib import metadata
 
 from tuning.errors import ConfigError
 
-__all__ = ["Environment", "Launch", "detect", "detect_launch", "installed_version"]
+__all__ = ["Environment", "Launch", "detect", "detect_launch", "installed_version", "triton_interpreted"]
 
 # names as torchrun and accelerate export them
 _RANK, _WORLD_SIZE, _LOCAL_RANK = "RANK", "WORLD_SIZE", "LOCAL_RANK"
@@ -125,3 +125,14 @@ def installed_version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def triton_interpreted(environ: Mapping[str, str] | None = None) -> bool:
+    """Say whether Triton interprets its kernels on the CPU, as ``TRITON_INTERPRET=1`` asks; slow, for tests.
+
+    Args:
+        environ: Variables to read; default: those of the process.
+    """
+    values = os.environ if environ is None else environ
+    # the spellings that Triton itself takes
+    return values.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")

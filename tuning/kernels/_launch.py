@@ -38,8 +38,8 @@ INTERPRETED: bool = not isinstance(_probe_kernel, triton.runtime.JITFunction)
 
 
 def can_launch(x: torch.Tensor) -> bool:
-    """Say whether a Triton kernel can run on the device of ``x``."""
-    return x.is_cuda or INTERPRETED
+    """Say whether a Triton kernel can run on ``x``: by its device, and because fp64 would lose what it is for."""
+    return (x.is_cuda or INTERPRETED) and x.dtype != torch.float64
 
 
 def device_guard(x: torch.Tensor) -> AbstractContextManager[object]:
