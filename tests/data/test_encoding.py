@@ -117,10 +117,16 @@ def test_tokens_go_the_same_way():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"input": "a", "output": None}, "there is nothing in the column 'output' (absent or null), of the columns "
-         "that count it has input; all rows must be of one kind"),
-        ({"prompt": "x"}, "there is nothing in the column 'input' (absent or null), nor any other column that counts; "
-         "all rows must be of one kind"),
+        (
+            {"input": "a", "output": None},
+            "there is nothing (absent or null) in output, which other rows have; it has input; all rows must be of one "
+            "kind",
+        ),
+        (
+            {"prompt": "x"},
+            "there is nothing (absent or null) in input, output, which other rows have; it has nothing that counts; "
+            "all rows must be of one kind",
+        ),
         ({"input": "a", "output": ["b"]}, "the column 'output' holds a list where a text is expected; mend the row"),
     ],
 )  # fmt: skip

@@ -32,6 +32,8 @@ def answers(row, **flags):
         (["input_ids"], {"train_on_input": True}, "tokens; trained on: all"),
         (["text", "messages"], {}, "conversations in messages; trained on: assistant turns"),
         (["text", "messages"], {"train_on_input": True}, "conversations in messages; trained on: all"),
+        (["messages", "tools"], {}, "conversations in messages; trained on: assistant turns; the chat template has no "
+         "place for the column tools"),
         (["prompt", "completion", "text"], {}, "prompt and completion; trained on: completion"),
         (["instruction", "input", "output", "text"], {}, "instruction, input and output; trained on: output"),
         (["instruction", "output"], {}, "instruction and output; trained on: output"),

@@ -255,6 +255,29 @@ def test_a_column_that_only_later_rows_lack_is_not_taken_for_absent(prepare, mon
     assert prepare([{"input_ids": [1, 2], "labels": None}]).train["labels"][0] == [X, 2]
 
 
+@pytest.mark.parametrize("split", [0.0, 0.5])
+def test_rows_of_several_kinds_are_told_apart(prepare, write, split):
+    path = write([{"input": "a", "output": "b", "id": 1}, {"prompt": "a", "completion": "b", "id": 2}])
+    with pytest.raises(DataError) as caught:
+        prepare(path, validation_split=split)
+    # whichever kind the columns are taken for, the other row is named with what it has
+    assert str(caught.value) == (
+        f"row 0 of {path}: there is nothing (absent or null) in prompt, completion, which other rows have; it has "
+        "input, output, id; all rows must be of one kind"
+    )
+
+
+def test_files_of_several_kinds_are_told_apart(prepare, write, tmp_path):
+    write([{"messages": CHATS[0]["messages"]}], "folder/a.jsonl")
+    other = write([{"text": "ab"}], "folder/b.jsonl")
+    with pytest.raises(DataError) as caught:
+        prepare(str(tmp_path / "folder"))
+    assert str(caught.value) == (
+        f"row 0 of {other}: there is nothing (absent or null) in messages, which other rows have; it has text; all "
+        "rows must be of one kind"
+    )
+
+
 # ---- what comes out ----
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -104,6 +104,17 @@ class Encoder:
         )
         return kept, unusable + counts
 
+    def find_missing(self, row: Mapping[str, Any]) -> str | None:
+        """Say which columns of its kind a row lacks and which it has, or None if it lacks none."""
+        missing = [name for name in self.kind.columns if row[name] is None]
+        if not missing:
+            return None
+        present = [name for name, value in row.items() if value is not None]
+        return (
+            f"there is nothing (absent or null) in {', '.join(missing)}, which other rows have; it has "
+            f"{', '.join(present) or 'nothing that counts'}; all rows must be of one kind"
+        )
+
     def _render(self, table: pa.Table, start: int, origin: Origin) -> dict[int, Rendered]:
         """Return the text of each row, by the number of the row in the data set."""
         render = self.kind.render
@@ -113,9 +124,9 @@ class Encoder:
         for index in range(table.num_rows):
             row = {name: values[index] for name, values in columns.items()}
             try:
-                for name in self.kind.columns:
-                    if row[name] is None:
-                        raise RowError(_missing(name, row))
+                fault = self.find_missing(row)
+                if fault is not None:
+                    raise RowError(fault)
                 rendered[start + index] = render(row)
             except RowError as error:
                 raise DataError(f"{origin.name(start + index)}: {error}") from error
@@ -183,9 +194,3 @@ def _token_spans(encoded: Any, index: int, rendered: Rendered, count: int) -> Se
             "are; use a fast tokenizer (tokenizer.json), or give --train_on_input true"
         )
     return token_spans(encoded.encodings[index], rendered.spans)
-
-
-def _missing(name: str, row: dict[str, Any]) -> str:
-    present = [other for other, value in row.items() if value is not None]
-    has = f"of the columns that count it has {', '.join(present)}" if present else "nor any other column that counts"
-    return f"there is nothing in the column {name!r} (absent or null), {has}; all rows must be of one kind"

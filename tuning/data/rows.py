@@ -92,7 +92,7 @@ def _by_flags(columns: Sequence[str], config: DataArguments, tokenizer: PreTrain
         return _column_kind(config, config.dataset_text_field)
     if config.dataset_conversation_field is not None:
         _check_column(columns, "--dataset_conversation_field", config.dataset_conversation_field)
-        return _chat_kind(config, tokenizer, config.dataset_conversation_field)
+        return _chat_kind(columns, config, tokenizer, config.dataset_conversation_field)
     return None
 
 
@@ -106,7 +106,7 @@ def _by_columns(columns: Sequence[str], config: DataArguments, tokenizer: PreTra
         labels = "all" if config.train_on_input else "labels and masks where they are given"
         return RowKind(title=f"tokens; trained on: {labels}", columns=("input_ids",), render=None)
     if "messages" in columns:
-        return _chat_kind(config, tokenizer, "messages")
+        return _chat_kind(columns, config, tokenizer, "messages")
     if "prompt" in columns and "completion" in columns:
         return _prompt_kind(config, tokenizer)
     if "output" in columns and ("instruction" in columns or "input" in columns):
@@ -129,14 +129,16 @@ def _text_kind(config: DataArguments, *, title: str, columns: tuple[str, ...], m
     return RowKind(title=f"{title}; {_trained_on(config, 'all')}", columns=columns, render=render)
 
 
-def _chat_kind(config: DataArguments, tokenizer: PreTrainedTokenizerBase, name: str) -> RowKind:
+def _chat_kind(columns: Sequence[str], config: DataArguments, tokenizer: PreTrainedTokenizerBase, name: str) -> RowKind:
     chat = _chat(config, tokenizer)
+    has_no_place = "tools" in columns and "tools" not in str(tokenizer.chat_template)
+    note = "; the chat template has no place for the column tools" if has_no_place else ""
 
     def render(row: Row) -> Rendered:
         return chat.render(row[name], tools=_tools(row.get("tools")))
 
     return RowKind(
-        title=f"conversations in {name}; {_trained_on(config, 'assistant turns')}",
+        title=f"conversations in {name}; {_trained_on(config, 'assistant turns')}{note}",
         columns=(name,),
         optional=("tools",),
         render=render,

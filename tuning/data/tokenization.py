@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import tokenizers
 import transformers
 from datasets import Dataset, Features, IterableDataset, List, Value
@@ -186,6 +187,7 @@ class _Maker:
         found = cache.find(path)
         if found is not None:
             return found, Counts.from_json(cache.metadata(path)[_COUNTS_KEY]), True
+        _check_complete(rows, origin, encoder)
         arrow = rows.select_columns(encoder.columns).with_format("arrow")
 
         def work(start: int) -> tuple[Flat, Counts]:
@@ -257,6 +259,17 @@ def _columns(rows: Dataset | IterableDataset, origin: Origin) -> list[str]:
     if first is None:
         raise DataError(f"{origin.title} holds no rows; it must hold one or more")
     return [name for name, value in first["row"].items() if value is not None]
+
+
+def _check_complete(rows: Dataset, origin: Origin, encoder: Encoder) -> None:
+    """Refuse a row that lacks a column of its kind; before all else, as the whole row can be shown here."""
+    for name in encoder.kind.columns:
+        if rows.data.column(name).null_count:
+            column = rows.select_columns([name]).with_format("arrow")[:].column(name)
+            missing = np.flatnonzero(pc.is_null(column).to_numpy())
+            if len(missing):
+                row = int(missing[0])
+                raise DataError(f"{origin.name(row)}: {encoder.find_missing(rows[row])}")
 
 
 def _record_batch(flat: Flat) -> pa.RecordBatch:
