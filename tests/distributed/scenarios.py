@@ -181,17 +181,6 @@ def meters(folder: Path) -> Any:
     return {"lines": lines, **{key: metrics[key] for key in keys}}
 
 
-@scenario
-def resumed(folder: Path) -> Any:
-    values = {"save_strategy": "steps", "save_steps": 2, "train_sampling_strategy": "random", "num_train_epochs": 2}
-    whole, again = build_model(), build_model()
-    fit(make_trainer(folder / "whole", whole, ROWS, **values), None)
-    fit(make_trainer(folder / "broken", build_model(), ROWS, seats={"callbacks": (StopAt(8),)}, **values), None)
-    dist.barrier()
-    metrics = fit(make_trainer(folder / "broken", again, ROWS, **values), str(folder / "broken" / "checkpoint-8"))
-    return {"same": same(weights(whole), weights(again)), "tokens": metrics["train_real_tokens"]}
-
-
 class RankSampler:
     """A sampler that knows its rank; the last seat of rank 1 is empty."""
 
@@ -220,6 +209,17 @@ def empty_seat(folder: Path) -> Any:
         metrics = fit(trainer, None)
         results[collator] = [losses(trainer), metrics["train_real_tokens"]]
     return results
+
+
+@scenario
+def resumed(folder: Path) -> Any:
+    values = {"save_strategy": "steps", "save_steps": 2, "train_sampling_strategy": "random", "num_train_epochs": 2}
+    whole, again = build_model(), build_model()
+    fit(make_trainer(folder / "whole", whole, ROWS, **values), None)
+    fit(make_trainer(folder / "broken", build_model(), ROWS, seats={"callbacks": (StopAt(8),)}, **values), None)
+    dist.barrier()
+    metrics = fit(make_trainer(folder / "broken", again, ROWS, **values), str(folder / "broken" / "checkpoint-8"))
+    return {"same": same(weights(whole), weights(again)), "tokens": metrics["train_real_tokens"]}
 
 
 def main(folder: Path) -> None:

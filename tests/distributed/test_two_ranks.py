@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from tests.distributed.scenarios import C19, one_step
 from tests.trainers.harness import BAD, GOOD
@@ -34,9 +36,10 @@ def free_port() -> int:
 
 def launch(folder: Path, world_size: int) -> list[dict]:
     """Run all scenarios on ``world_size`` ranks and return what each of them wrote."""
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
     shared = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size),
-        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path, "ACCELERATE_USE_CPU": "true",
     }  # fmt: skip
     ranks = []
     for rank in range(world_size):
@@ -137,6 +140,9 @@ def test_meters(both):
     assert both["train_padding_share"] == pytest.approx(1 - tokens / slots)
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.24"), reason="it loads the optimizer to cpu:0, which torch refuses"
+)
 def test_resumed(both):
     assert both == {"same": True, "tokens": 2 * sum(map(len, ROWS))}
 

@@ -228,8 +228,21 @@ def test_the_weights_of_a_gguf_file_are_loaded_and_saved_as_any_other(tmp_path):
 # ---- config ----
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model_type": "unheard_of"}'])
-def test_a_config_that_cannot_be_read(folder, text):
+def test_a_config_that_is_no_json_object(folder):
+    path = folder / "config.json"
+    path.write_text("{")
+    assert refusal(find, folder) == (
+        f"{path} cannot be read (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); give "
+        "the folder of a saved model"
+    )
+    path.write_bytes(b"\xff\xfe")
+    assert refusal(find, folder).startswith(f"{path} cannot be read ('utf-8' codec can't decode byte 0xff")
+    path.write_text("[]")
+    assert refusal(find, folder) == f"{path} is no JSON object; give the folder of a saved model"
+
+
+@pytest.mark.parametrize("text", ["{}", '{"model_type": "unheard_of"}'])
+def test_a_config_that_transformers_does_not_know(folder, text):
     (folder / "config.json").write_text(text)
     message = refusal(load_config, find(folder))
     assert message.startswith(f"The config of --model_name_or_path {folder} cannot be read: ")

@@ -308,13 +308,16 @@ UPSTREAM = {
 
 
 def picture(model) -> dict[str, object]:
-    """Return everything on every module but its mode: attributes by name, and how many hooks."""
+    """Return everything on every module but its mode: attributes by name, and how many hooks.
+
+    The token ids of its configs are left out: the trainer sets them to the tokenizer's on purpose.
+    """
     registries = ("_parameters", "_buffers", "_modules")
     return {
         f"{name}.{key}": sorted(value) if key in registries else len(value) if key.endswith("_hooks") else repr(value)
         for name, module in model.named_modules()
         for key, value in module.__dict__.items()
-        if key != "training"
+        if key not in ("training", "config", "generation_config")
     }
 
 

@@ -8,6 +8,7 @@ Config and tokenizer come first and cost little; the weights come last, when eve
 
 from __future__ import annotations
 
+import json
 import pickle
 import struct
 from collections.abc import Mapping
@@ -123,12 +124,22 @@ def _check_folder(path: Path, gguf_file: str | None) -> None:
         if (path / "adapter_config.json").is_file():
             advice = " but an adapter; give the model that it was trained on, or merge the two first"
         raise ModelError(f"--model_name_or_path {path} has no config.json, so it holds no checkpoint{advice}")
+    _check_config_file(path / "config.json")
     fault = find_weights_fault(path)
     if fault is not None:
         raise ModelError(
             f"--model_name_or_path {path} holds no complete checkpoint: {fault}; give a folder with config.json and "
             "model.safetensors or pytorch_model.bin, whole or in shards"
         )
+
+
+def _check_config_file(path: Path) -> None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read ({error}); give the folder of a saved model") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is no JSON object; give the folder of a saved model")
 
 
 def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
