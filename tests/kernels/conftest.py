@@ -8,10 +8,6 @@ import os
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    # before any module of triton is imported: its own functions are decorated on import as well
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 
 
