@@ -8,6 +8,7 @@ undone, and what upstream trainers put on the model is taken off again.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -166,6 +167,7 @@ def _run_stages(config: RunConfig, train_args: TrainingArguments, hooks: Hooks) 
         loaded.tokenizer,
         data_args,
         max_seq_length=max_sample_tokens(data_args, model_config, peft),
+        main_first=train_args.main_process_first(desc="data"),
     )
     _log.info("data:\n%s", data.report)
 
@@ -178,7 +180,9 @@ def _run_stages(config: RunConfig, train_args: TrainingArguments, hooks: Hooks) 
     framework.check_model(model, facts)
 
     with restored(model), framework.patched(model, facts):
-        pad = collators.PaddedCollator(pad_token_id=loaded.tokenizer.pad_token_id)
+        pad = collators.PaddedCollator(
+            pad_token_id=loaded.tokenizer.pad_token_id, pad_to_multiple_of=_multiple(train_args.pad_to_multiple_of)
+        )
         seats = framework.seats(data.lengths, pad, facts)
         trainer = SFTTrainer(
             model,
@@ -190,9 +194,9 @@ def _run_stages(config: RunConfig, train_args: TrainingArguments, hooks: Hooks) 
             compute_metrics=hooks.compute_metrics,
             preprocess_logits_for_metrics=hooks.preprocess_logits_for_metrics,
         )
-        first_rows = [data.train[row] for row in range(min(len(data.train), train_args.per_device_train_batch_size))]
+        first_rows = list(itertools.islice(data.train, train_args.per_device_train_batch_size))
         framework.self_test(model, trainer.data_collator(first_rows))
-        metrics = fit(trainer, resume_from, added_tokens=loaded.added)
+        metrics = fit(trainer, resume_from, added_tokens=loaded.added, metadata=config.exp_metadata)
     return trainer, metrics
 
 
@@ -220,6 +224,11 @@ def max_sample_tokens(data: DataArguments, model_config: PretrainedConfig, peft:
             "max_position_embeddings in the model's config.json if the model is meant to be extended"
         )
     return asked
+
+
+def _multiple(value: object) -> int | None:
+    """Return TRL's ``pad_to_multiple_of`` as a number; its ``auto`` pads on accelerators that compile by shape only."""
+    return value if isinstance(value, int) else None
 
 
 def _with_mixed_precision(config: RunConfig, env: Environment) -> dict[str, Any]:
