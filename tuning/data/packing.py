@@ -327,11 +327,12 @@ def _seat_exactly(sizes: IntArray, order: IntArray, spec: PackingSpec, epoch: in
 
 
 def _refuse(lengths: IntArray, spec: PackingSpec, epoch: int, step: int, num_seats: int) -> None:
+    total = int(lengths.sum())
     # enough for longest-first: no seat is above the mean by more than the longest sample
-    enough = -(-int(lengths.sum()) // num_seats) + int(lengths.max())
+    enough = min(total, -(-total // num_seats) + int(lengths.max()))
     raise DataError(
         f"--multipack mode=exact max_tokens={spec.max_tokens}: optimizer step {step} of epoch {epoch} holds "
-        f"{int(lengths.sum())} tokens in {len(lengths)} samples (longest {int(lengths.max())}), which do not fit its "
+        f"{total} tokens in {len(lengths)} samples (longest {int(lengths.max())}), which do not fit its "
         f"{num_seats} seats. Raise max_tokens ({enough} is enough for this step), raise gradient_accumulation_steps "
         "and lower per_device_train_batch_size, or use mode=budget"
     )

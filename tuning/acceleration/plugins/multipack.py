@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import TrainerCallback
 
-from tuning.acceleration.plugin import AccelerationPlugin, Collator, Facts
+from tuning.acceleration.plugin import AccelerationPlugin, Collator, Facts, Lengths
 from tuning.config.acceleration_configs import MultiPack
 from tuning.data import cost
 from tuning.data.packing import PackingSpec, mean_tokens, surely_fits
@@ -79,7 +79,7 @@ class MultiPackPlugin(AccelerationPlugin[MultiPack]):
         """Tokens samples are cut to; None before the sampler is made, and where nothing is cut."""
         return self._longest
 
-    def batch_sampler(self, lengths: Sequence[int], facts: Facts) -> MultiPackSampler:
+    def batch_sampler(self, lengths: Lengths, facts: Facts) -> MultiPackSampler:
         """Return this rank's planned batches.
 
         Raises:
