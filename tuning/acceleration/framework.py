@@ -13,7 +13,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from tuning.acceleration.patching import Applied, applied_patches
-from tuning.acceleration.plugin import AccelerationPlugin, Facts
+from tuning.acceleration.plugin import AccelerationPlugin, Facts, Lengths
 from tuning.config.nested import build_config
 from tuning.environment import installed_version
 from tuning.errors import ConfigError, PluginError, UserError
@@ -142,7 +142,7 @@ class AccelerationFramework:
         for plugin in self.plugins:
             plugin.self_test(model, batch)
 
-    def seats(self, lengths: Sequence[int], collator: Collator, facts: Facts) -> Seats:
+    def seats(self, lengths: Lengths, collator: Collator, facts: Facts) -> Seats:
         """Collect what goes into the trainer.
 
         Args:

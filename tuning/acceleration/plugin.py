@@ -12,18 +12,21 @@ from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from tuning.seats import Collator, Loss, LossTerms
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from torch import nn
     from torch.utils.data import Sampler
     from transformers import PretrainedConfig, TrainerCallback, TrainingArguments
 
-__all__ = ["AccelerationPlugin", "Collator", "Facts", "Loss", "LossTerms", "Patch"]
+__all__ = ["AccelerationPlugin", "Collator", "Facts", "Lengths", "Loss", "LossTerms", "Patch"]
 
 C = TypeVar("C")
+Lengths: TypeAlias = "Sequence[int] | npt.NDArray[np.int64]"  # tokens a sample, in dataset order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +135,7 @@ class AccelerationPlugin(ABC, Generic[C]):
         """Return a collator to use instead of ``inner`` (may call it); None keeps ``inner``. Tuple order."""
         return None
 
-    def batch_sampler(self, lengths: Sequence[int], facts: Facts) -> Sampler[list[int]] | None:
+    def batch_sampler(self, lengths: Lengths, facts: Facts) -> Sampler[list[int]] | None:
         """Return this rank's own batch sampler for training; ``lengths`` are tokens a sample. One taker.
 
         An empty list is a seat without a sample: the collator makes a filler of it that adds 0 to loss and gradient.

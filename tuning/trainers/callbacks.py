@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from tuning.trainers.metrics import Stopwatch
 
-__all__ = ["AddedTokens", "LogFile", "Progress", "SamplerEpoch", "StepClock"]
+__all__ = ["AddedTokens", "LastLine", "LogFile", "Progress", "SamplerEpoch", "StepClock"]
 
 _LOG_FILE = "training_logs.jsonl"
 # log key -> name in the file, as fms-hf-tuning writes it
@@ -26,7 +27,26 @@ _METERS = ("num_tokens", "supervised_tokens", "padding_share", "tokens_per_secon
 
 
 class LogFile(TrainerCallback):
-    """Appends losses and meters to ``training_logs.jsonl`` in the output folder, one object a line."""
+    """Appends losses and meters to ``training_logs.jsonl`` in the output folder, one object a line.
+
+    Args:
+        metadata: The user's own facts about the run, written first; None writes nothing.
+    """
+
+    def __init__(self, metadata: Mapping[str, Any] | None = None) -> None:
+        self.metadata = metadata
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,  # noqa: ANN401 - the signature of TrainerCallback
+    ) -> None:
+        """Write the metadata, on rank 0."""
+        del control, kwargs
+        if state.is_world_process_zero and self.metadata is not None:
+            _append(args.output_dir, [{"name": "exp_metadata", "data": dict(self.metadata)}])
 
     def on_log(
         self,
@@ -51,10 +71,30 @@ class LogFile(TrainerCallback):
         if meters:
             lines.append({"name": "training_meters", "data": {**where, **meters, "timestamp": when}})
         if lines:
-            path = Path(args.output_dir) / _LOG_FILE
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(line, sort_keys=True) + "\n" for line in lines)
+            _append(args.output_dir, lines)
+
+
+def _append(output_dir: str, lines: list[dict[str, Any]]) -> None:
+    path = Path(output_dir) / _LOG_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line, sort_keys=True) + "\n" for line in lines)
+
+
+class LastLine(TrainerCallback):
+    """Asks for a log line at the last step, so that a run shorter than ``logging_steps`` has a loss to show."""
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,  # noqa: ANN401 - the signature of TrainerCallback
+    ) -> None:
+        """Ask for it, unless nothing is logged at all."""
+        del kwargs
+        if state.global_step >= state.max_steps and args.logging_strategy != "no":
+            control.should_log = True
 
 
 class Progress(ProgressCallback):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from transformers import ProgressCallback
 
 from tuning.errors import CheckpointError
 from tuning.logs import logger
-from tuning.trainers.callbacks import AddedTokens, LogFile, Progress, SamplerEpoch, StepClock
+from tuning.trainers.callbacks import AddedTokens, LastLine, LogFile, Progress, SamplerEpoch, StepClock
 from tuning.trainers.checkpoints import read_run_state, write_added_tokens
 from tuning.trainers.metrics import render_summary
 
@@ -41,13 +41,20 @@ _TRACES = (
 _EMBEDDING_HOOKS = ("neftune_post_forward_hook", "make_inputs_require_grads")
 
 
-def fit(trainer: SFTTrainer, resume_from: str | None, *, added_tokens: tuple[str, ...] = ()) -> dict[str, float]:
+def fit(
+    trainer: SFTTrainer,
+    resume_from: str | None,
+    *,
+    added_tokens: tuple[str, ...] = (),
+    metadata: Mapping[str, Any] | None = None,
+) -> dict[str, float]:
     """Train ``trainer`` to the end and save its model.
 
     Args:
         trainer: Ready to train.
         resume_from: A complete checkpoint, or None.
         added_tokens: Tokens the run added to the tokenizer; their ids are written beside each checkpoint.
+        metadata: The user's own facts about the run; the first line of the log file.
 
     Returns:
         Hugging Face's metrics of the run, and ours: ``train_real_tokens``, ``train_tokens_per_second``,
@@ -56,7 +63,7 @@ def fit(trainer: SFTTrainer, resume_from: str | None, *, added_tokens: tuple[str
     Raises:
         CheckpointError: If the checkpoint was written by a run with other data, seed or ranks.
     """
-    _add_callbacks(trainer, added_tokens)
+    _add_callbacks(trainer, added_tokens, metadata)
     if resume_from is not None:
         _restore(trainer, Path(resume_from))
     result = trainer.train(resume_from_checkpoint=resume_from)
@@ -72,11 +79,12 @@ def fit(trainer: SFTTrainer, resume_from: str | None, *, added_tokens: tuple[str
     return metrics
 
 
-def _add_callbacks(trainer: SFTTrainer, added_tokens: tuple[str, ...]) -> None:
+def _add_callbacks(trainer: SFTTrainer, added_tokens: tuple[str, ...], metadata: Mapping[str, Any] | None) -> None:
     if not trainer.args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(Progress())
-    trainer.add_callback(LogFile())
+    trainer.add_callback(LogFile(metadata))
+    trainer.add_callback(LastLine())
     trainer.add_callback(StepClock(trainer.stopwatch))
     trainer.add_callback(AddedTokens(trainer.processing_class, added_tokens))
     if trainer.batch_sampler is not None:

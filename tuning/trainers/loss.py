@@ -35,10 +35,19 @@ class HeadLoss:
         label_smoothing: From 0 to below 1; above 0 the full logits are built.
         dynamic: Weigh each token by its probability (``loss_type dft``).
         with_router_loss: Ask a mixture of experts for its router logits.
+        full_logits: Build the full logits also without label smoothing, for models that the fused head cannot serve.
     """
 
-    def __init__(self, *, label_smoothing: float = 0.0, dynamic: bool = False, with_router_loss: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        label_smoothing: float = 0.0,
+        dynamic: bool = False,
+        with_router_loss: bool = False,
+        full_logits: bool = False,
+    ) -> None:
         self.label_smoothing = label_smoothing
+        self.full_logits = full_logits or label_smoothing > 0
         self.dynamic = dynamic
         self.with_router_loss = with_router_loss
 
@@ -47,8 +56,8 @@ class HeadLoss:
         kwargs = dict(inputs)
         if self.with_router_loss:
             kwargs["output_router_logits"] = True
-        if self.label_smoothing > 0:
-            return self._smoothed(model, kwargs)
+        if self.full_logits:
+            return self._from_logits(model, kwargs)
         outputs = model(**kwargs, fused_lm_head=True)
         log_probs = outputs.log_probs
         weights = log_probs.exp().detach() if self.dynamic else 1.0
@@ -60,7 +69,7 @@ class HeadLoss:
             aux_loss=outputs.aux_loss if self.with_router_loss else None,
         )
 
-    def _smoothed(self, model: nn.Module, kwargs: dict[str, Any]) -> LossTerms:
+    def _from_logits(self, model: nn.Module, kwargs: dict[str, Any]) -> LossTerms:
         labels = kwargs.pop("labels")
         outputs = model(**kwargs)
         # prompt tuning puts virtual tokens before the sample: only the last columns have labels
@@ -70,8 +79,9 @@ class HeadLoss:
         logits_TV, targets_T = logits[mask].float(), targets[mask]
         log_probs_TV = logits_TV.log_softmax(-1)
         nll_T = -log_probs_TV.gather(1, targets_T[:, None])[:, 0]
-        smooth_T = -log_probs_TV.mean(-1)
-        loss_T = (1 - self.label_smoothing) * nll_T + self.label_smoothing * smooth_T
+        loss_T = nll_T * nll_T.neg().exp().detach() if self.dynamic else nll_T
+        if self.label_smoothing > 0:
+            loss_T = (1 - self.label_smoothing) * nll_T - self.label_smoothing * log_probs_TV.mean(-1)
         with torch.no_grad():
             entropy = -(log_probs_TV.exp() * log_probs_TV).sum()
             correct = (logits_TV.argmax(-1) == targets_T).sum()

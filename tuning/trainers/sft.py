@@ -95,6 +95,8 @@ class SFTTrainer(trl.SFTTrainer):
             label_smoothing=args.label_smoothing_factor if args.loss_type == "nll" else 0.0,
             dynamic=args.loss_type == "dft",
             with_router_loss=self.aux_loss_enabled,
+            # TRL's fused head reads num_experts, which Granite's mixtures call num_local_experts
+            full_logits=self.aux_loss_enabled and not hasattr(config.get_text_config(), "num_experts"),
         )
         self.meters = {"train": Meter(args.device), "eval": Meter(args.device)}
         # totals: up to the last log line; pending: read since then, because a checkpoint was written
