@@ -132,8 +132,8 @@ def test_collectives(both):
 
 def test_meters(both):
     tokens = sum(map(len, ROWS))
-    # a line after 2 of 3 steps of 4 rows, and what came after it
-    assert both["lines"] == [sum(map(len, ROWS[:8]))]
+    # a line after 2 of 3 steps of 4 rows, and one at the end
+    assert both["lines"] == [sum(map(len, ROWS[:8])), tokens]
     assert both["train_real_tokens"] == tokens
     assert both["train_supervised_tokens"] == tokens - len(ROWS)
     slots = sum(2 * max(map(len, ROWS[start : start + 2])) for start in range(0, len(ROWS), 2))

@@ -85,6 +85,26 @@ def test_a_real_run_writes_each_logged_step(tmp_path):
     assert [line["num_tokens"] for line in meters] == [12, 24]
 
 
+def test_the_users_metadata_come_first(tmp_path):
+    fit(make_trainer(tmp_path, build_bigram(), [TWO_BAD]), None, metadata={"who": "ä", "run": 7})
+    first, second, *_ = read(tmp_path)
+    assert first == {"name": "exp_metadata", "data": {"who": "ä", "run": 7}}
+    assert second["name"] == "training_loss"
+
+
+@pytest.mark.parametrize(
+    ("values", "logged"),
+    [({"logging_steps": 10}, [3]), ({"logging_steps": 2}, [2, 3]), ({"logging_strategy": "no"}, [])],
+)
+def test_a_run_ends_with_a_line(tmp_path, values, logged):
+    trainer = make_trainer(tmp_path, build_bigram(), [TWO_BAD, EIGHT_GOOD, EIGHT_GOOD], learning_rate=0.0, **values)
+    fit(trainer, None)
+    lines = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [line["step"] for line in lines] == logged
+    if logged == [3]:
+        assert lines[0]["loss"] == pytest.approx((4.767273 + 2 * 0.767273) / 3, abs=1e-5)
+
+
 class Bar:
     def __init__(self):
         self.texts = []

@@ -54,6 +54,8 @@ KINDS = {
     "plain": ({}, plain),
     "smoothed": ({"label_smoothing": 0.1}, smoothed),
     "dynamic": ({"dynamic": True}, dynamic),
+    "full plain": ({"full_logits": True}, plain),
+    "full dynamic": ({"full_logits": True, "dynamic": True}, dynamic),
 }
 
 
@@ -103,7 +105,7 @@ def test_hits_are_counted():
         assert int(HeadLoss(**values)(model, batch).num_correct) == 1
 
 
-@pytest.mark.parametrize("values", [{}, {"label_smoothing": 0.1}, {"dynamic": True}])
+@pytest.mark.parametrize("values", [{}, {"label_smoothing": 0.1}, {"dynamic": True}, {"full_logits": True}])
 def test_no_target_is_a_loss_of_0_with_a_gradient_of_0(values):
     model = build()
     terms = HeadLoss(**values)(model, PaddedCollator(PAD)([]))

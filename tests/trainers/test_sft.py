@@ -22,7 +22,15 @@ import pytest
 import torch
 from huggingface_hub import HfApi
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import EarlyStoppingCallback, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, TrainerCallback
+from transformers import (
+    EarlyStoppingCallback,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    TrainerCallback,
+)
 
 from tests.tiny import build_bigram, build_model, build_tokenizer
 from tests.trainers.harness import BAD, COLLATORS, EIGHT_GOOD, GOOD, TWO_BAD, KeepGradients, losses, make_trainer
@@ -214,15 +222,26 @@ def test_neftune_adds_noise_while_training_and_is_undone(tmp_path):
     assert not hasattr(embedding, "neftune_noise_alpha")
 
 
+EXPERTS = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True,
+    "router_aux_loss_coef": 0.5, "attn_implementation": "eager", "max_position_embeddings": 64,
+}  # fmt: skip
+
+
 @layouts
-def test_a_mixture_of_experts_adds_its_auxiliary_loss(tmp_path, collator):
-    config = MixtralConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True,
-        router_aux_loss_coef=0.5, attn_implementation="eager", max_position_embeddings=64,
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("model_class", "config"),
+    [
+        (MixtralForCausalLM, MixtralConfig(**EXPERTS)),
+        # has logits of its own scale, and no num_experts
+        (GraniteMoeForCausalLM, GraniteMoeConfig(**EXPERTS, logits_scaling=4.0)),
+    ],
+    ids=["mixtral", "granite"],
+)
+def test_a_mixture_of_experts_adds_its_auxiliary_loss(tmp_path, collator, model_class, config):
     torch.manual_seed(0)
-    model = MixtralForCausalLM(config)
+    model = model_class(config)
     ids = torch.tensor([EIGHT_GOOD])
     expected = model.eval()(input_ids=ids, labels=ids, output_router_logits=True)
     assert expected.aux_loss > 0.1
