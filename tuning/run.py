@@ -17,7 +17,7 @@ import torch
 from transformers import set_seed
 
 from tuning import environment
-from tuning.acceleration.framework import AccelerationFramework, third_party_plugins
+from tuning.acceleration.framework import AccelerationFramework, all_plugins
 from tuning.acceleration.plugin import Facts
 from tuning.acceleration.plugins import BUILTIN
 from tuning.config import validation
@@ -139,7 +139,7 @@ def train(  # noqa: PLR0913 - the signature of fms-hf-tuning
 def _run_stages(config: RunConfig, train_args: TrainingArguments, hooks: Hooks) -> tuple[SFTTrainer, dict[str, float]]:
     """Do the stages of a run that has been checked; see :func:`train`."""
     model_args, data_args = config.model, config.data
-    framework = AccelerationFramework(config.acceleration.active(), plugins={**BUILTIN, **third_party_plugins()})
+    framework = AccelerationFramework(config.acceleration.active(), plugins=all_plugins(BUILTIN))
     checkpoint = loader.find_checkpoint(model_args, trust_remote_code=train_args.trust_remote_code)
     sources.check(data_args)
     resume_from = checkpoints.find_resume(
@@ -167,6 +167,7 @@ def _run_stages(config: RunConfig, train_args: TrainingArguments, hooks: Hooks) 
         loaded.tokenizer,
         data_args,
         max_seq_length=max_sample_tokens(data_args, model_config, peft),
+        vocab_size=max(len(loaded.tokenizer), getattr(model_config.get_text_config(), "vocab_size", None) or 0),
         main_first=train_args.main_process_first(desc="data"),
     )
     _log.info("data:\n%s", data.report)

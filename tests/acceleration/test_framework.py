@@ -17,6 +17,7 @@ from tests.acceleration.test_plugin import facts
 from tuning.acceleration.framework import (
     ENTRY_POINT_GROUP,
     AccelerationFramework,
+    all_plugins,
     render_table,
     third_party_plugins,
 )
@@ -525,3 +526,14 @@ def test_self_test_reaches_every_plugin():
 def test_two_frameworks_share_nothing():
     first, second = build("alpha"), build("auto")
     assert (first.active, second.active) == ({"alpha"}, {"auto"})
+
+
+def test_an_installed_plugin_may_not_take_a_built_in_flag(monkeypatch):
+    monkeypatch.setattr("tuning.acceleration.framework.third_party_plugins", lambda: {"padding_free": "other:Plugin"})
+    with pytest.raises(ConfigError) as error:
+        all_plugins({"padding_free": "ours:Plugin"})
+    assert str(error.value) == (
+        "The installed plugin other:Plugin registers --padding_free, a flag of packtune's own; uninstall it or ask "
+        "its authors for another name"
+    )
+    assert list(all_plugins({"multipack": "ours:Pack"})) == ["multipack", "padding_free"]

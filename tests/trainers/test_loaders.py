@@ -6,13 +6,15 @@ import pickle
 
 import pytest
 import torch
+from accelerate.data_loader import SeedableRandomSampler
 from accelerate.state import GradientState
+from torch.utils.data import BatchSampler
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from tests.tiny import PAD
 from tests.trainers.harness import COLLATORS, dataset
 from tuning.data.collators import FlattenedCollator, PaddedCollator
-from tuning.trainers.loaders import FillerBatch, SequentialBatches, build_eval_loader, build_loader
+from tuning.trainers.loaders import FillerBatch, SequentialBatches, ShuffledBatches, build_eval_loader, build_loader
 
 ROWS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11], [12, 13, 14]]
 
@@ -94,3 +96,38 @@ def test_the_loader_in_use_is_the_innermost():
         assert (state.end_of_dataloader, state.remainder) == (True, 0)
     assert (state.end_of_dataloader, state.remainder) == (False, 1)
     list(outer)
+
+
+def shuffled(num_samples, *, world_size=1, batch_size=2, epoch=0, drop_last=False):
+    ranks = []
+    for rank in range(world_size):
+        batches = ShuffledBatches(
+            num_samples, batch_size=batch_size, rank=rank, world_size=world_size, seed=7, drop_last=drop_last
+        )
+        batches.set_epoch(epoch)
+        ranks.append(list(batches))
+        assert len(ranks[-1]) == len(batches)
+    return ranks
+
+
+def test_shuffled_batches_are_in_the_order_of_hugging_face():
+    order = SeedableRandomSampler(range(11), generator=torch.Generator(), data_seed=7)
+    for epoch in range(3):
+        theirs = list(BatchSampler(order, batch_size=2, drop_last=False))
+        assert theirs == shuffled(11, epoch=epoch)[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_shuffled_batches_hold_each_sample_once_over_all_ranks(world_size):
+    ranks = shuffled(11, world_size=world_size)
+    assert sorted(index for batches in ranks for batch in batches for index in batch) == list(range(11))
+    assert len({len(batches) for batches in ranks}) == 1
+    # step by step, all ranks together read one stretch of the order of one rank
+    alone = [index for batch in shuffled(11)[0] for index in batch]
+    together = [index for step in zip(*ranks, strict=True) for batch in step for index in batch]
+    assert together == alone
+
+
+def test_shuffled_batches_differ_by_epoch_and_drop_the_last_step_when_asked():
+    assert shuffled(11, epoch=0) != shuffled(11, epoch=1)
+    assert [len(batch) for batch in shuffled(11, world_size=2, drop_last=True)[1]] == [2, 2]

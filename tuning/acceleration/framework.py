@@ -23,7 +23,7 @@ from tuning.seats import Collator, Seats
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["ENTRY_POINT_GROUP", "AccelerationFramework", "render_table", "third_party_plugins"]
+__all__ = ["ENTRY_POINT_GROUP", "AccelerationFramework", "all_plugins", "render_table", "third_party_plugins"]
 
 ENTRY_POINT_GROUP = "tuning.plugins"
 # a plugin that overrides one of these takes the seat in every run; the loss seat may be declined run by run
@@ -34,6 +34,25 @@ _log = logger(__name__)
 def third_party_plugins() -> dict[str, str]:
     """Return flag name to ``"module:Class"`` of every installed third-party plugin; imports none of them."""
     return {point.name: point.value for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def all_plugins(builtin: Mapping[str, str]) -> dict[str, str]:
+    """Return built-in and installed plugins, flag name to ``"module:Class"``, in the order of hooks.
+
+    Raises:
+        ConfigError: If an installed plugin has the flag of a built-in one.
+    """
+    installed = third_party_plugins()
+    clashes = sorted(set(installed) & set(builtin))
+    if clashes:
+        raise ConfigError(
+            [
+                f"The installed plugin {installed[name]} registers --{name}, a flag of packtune's own; uninstall it "
+                "or ask its authors for another name"
+                for name in clashes
+            ]
+        )
+    return {**builtin, **installed}
 
 
 class AccelerationFramework:

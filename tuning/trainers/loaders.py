@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from accelerate.data_loader import DataLoaderShard
+from datasets import IterableDataset
 from torch.utils.data import DataLoader, Sampler
+
+from tuning.data.sampler import plain_order
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,8 +23,17 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
     from tuning.seats import Collator
+    from tuning.trainers.arguments import TrainingArguments
 
-__all__ = ["FillerBatch", "SequentialBatches", "build_eval_loader", "build_loader"]
+__all__ = [
+    "FillerBatch",
+    "SequentialBatches",
+    "ShuffledBatches",
+    "build_eval_loader",
+    "build_loader",
+    "loader_options",
+    "plain_batches",
+]
 
 
 class FillerBatch(dict[str, Any]):
@@ -60,6 +72,81 @@ class SequentialBatches(Sampler[list[int]]):
         for step in range(len(self)):
             start = (step * self.world_size + self.rank) * self.batch_size
             yield list(range(start, min(start + self.batch_size, self.num_samples)))
+
+
+class ShuffledBatches(SequentialBatches):
+    """One rank's training batches in Hugging Face's own order, each sample once an epoch over all ranks.
+
+    accelerate repeats samples from the start in the last step where the number of batches does not divide by the
+    ranks; here the seat stays empty, so that N ranks train on exactly what one does.
+
+    Args:
+        num_samples: Samples of the data set.
+        batch_size: Samples a batch.
+        rank: Of this process.
+        world_size: Ranks.
+        seed: ``data_seed`` where it is set, else ``seed``.
+        drop_last: Leave out a last step that is not full on every rank.
+    """
+
+    def __init__(
+        self, num_samples: int, *, batch_size: int, rank: int, world_size: int, seed: int, drop_last: bool
+    ) -> None:
+        super().__init__(num_samples, batch_size=batch_size, rank=rank, world_size=world_size)
+        self.seed = seed
+        self.drop_last = drop_last
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        """Return the batches of every rank."""
+        if self.drop_last:
+            return self.num_samples // (self.batch_size * self.world_size)
+        return super().__len__()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield indices in the order of the epoch; an empty list where there is no batch left for this rank."""
+        order = plain_order(self.num_samples, seed=self.seed, epoch=self.epoch)
+        for positions in super().__iter__():
+            yield order[positions].tolist() if positions else []
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, from 0; it holds for iterators made afterwards."""
+        self.epoch = epoch
+
+
+def plain_batches(dataset: Dataset | IterableDataset, args: TrainingArguments) -> ShuffledBatches | None:
+    """Return this rank's batches in Hugging Face's order; None where another order or splitting was asked for."""
+    loading = args.accelerator_config
+    asked_otherwise = (
+        args.train_sampling_strategy != "random"
+        or args.auto_find_batch_size
+        or args.deepspeed
+        or loading.split_batches
+        or loading.dispatch_batches
+        or not loading.use_seedable_sampler
+    )
+    if asked_otherwise or isinstance(dataset, IterableDataset):
+        return None
+    return ShuffledBatches(
+        len(dataset),
+        batch_size=args.train_batch_size,
+        rank=args.process_index,
+        world_size=args.world_size,
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        drop_last=args.dataloader_drop_last,
+    )
+
+
+def loader_options(args: TrainingArguments) -> dict[str, Any]:
+    """Return the keyword arguments of ``torch.utils.data.DataLoader`` that the training arguments ask for."""
+    options = {
+        "num_workers": args.dataloader_num_workers,
+        "pin_memory": args.dataloader_pin_memory and args.device.type != "cpu",
+    }
+    if args.dataloader_num_workers > 0:
+        options["persistent_workers"] = args.dataloader_persistent_workers
+        options["prefetch_factor"] = args.dataloader_prefetch_factor
+    return options
 
 
 class _SeatCollator:

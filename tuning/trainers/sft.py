@@ -22,7 +22,14 @@ from tuning.errors import CheckpointError, ConfigError
 from tuning.logs import logger
 from tuning.seats import Loss, LossTerms, Seats
 from tuning.trainers.checkpoints import write_run_state
-from tuning.trainers.loaders import FillerBatch, SequentialBatches, build_eval_loader, build_loader
+from tuning.trainers.loaders import (
+    FillerBatch,
+    SequentialBatches,
+    build_eval_loader,
+    build_loader,
+    loader_options,
+    plain_batches,
+)
 from tuning.trainers.loss import IGNORE_INDEX, HeadLoss
 from tuning.trainers.metrics import Counts, Meter, Stopwatch
 
@@ -90,7 +97,7 @@ class SFTTrainer(trl.SFTTrainer):
             config.use_cache = use_cache
         # our loss divides by num_items_in_batch itself, so the model need not know the argument
         self.model_accepts_loss_kwargs = True
-        self.batch_sampler = seats.batch_sampler
+        self.batch_sampler = seats.batch_sampler or plain_batches(train_dataset, args)
         self.loss_of_batch: Loss = seats.loss or HeadLoss(
             label_smoothing=args.label_smoothing_factor if args.loss_type == "nll" else 0.0,
             dynamic=args.loss_type == "dft",
@@ -113,7 +120,9 @@ class SFTTrainer(trl.SFTTrainer):
         """Return this rank's training batches; Hugging Face's own loader where no plugin gave a sampler."""
         if self.batch_sampler is None:
             return super().get_train_dataloader()
-        return build_loader(self.train_dataset, self.batch_sampler, self.data_collator, options=self._loader_options())
+        return build_loader(
+            self.train_dataset, self.batch_sampler, self.data_collator, options=loader_options(self.args)
+        )
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader[Any]:
         """Return this rank's evaluation batches, each sample once over all ranks."""
@@ -126,17 +135,7 @@ class SFTTrainer(trl.SFTTrainer):
             rank=self.args.process_index,
             world_size=self.args.world_size,
         )
-        return build_eval_loader(dataset, batches, self.data_collator, options=self._loader_options())
-
-    def _loader_options(self) -> dict[str, Any]:
-        args = self.args
-        options = {"num_workers": args.dataloader_num_workers, "pin_memory": args.dataloader_pin_memory}
-        if args.device.type == "cpu":
-            options["pin_memory"] = False
-        if args.dataloader_num_workers > 0:
-            options["persistent_workers"] = args.dataloader_persistent_workers
-            options["prefetch_factor"] = args.dataloader_prefetch_factor
-        return options
+        return build_eval_loader(dataset, batches, self.data_collator, options=loader_options(self.args))
 
     def _prepare_input(self, data: Any) -> Any:  # noqa: ANN401 - a batch, or anything inside one
         """Move a batch to the device without waiting for what the device still has to do."""
