@@ -309,8 +309,10 @@ def test_real_sizes(device, name, compact, tiling):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tiling", [None, Tiling(1024)])
-def test_error_is_not_above_the_plain_heads(device, tiling):
+@pytest.mark.parametrize(("tiling", "allowed"), [(None, 1.01), (Tiling(1024), 1.05)])
+def test_error_is_that_of_the_plain_head(device, tiling, allowed):
+    # one tile makes the same roundings as the plain head, up to chance; four sums of halves add an error of
+    # sqrt((1/4 + 2/4 + 3/4 + 1) / 8**2) = 0.2 of the last rounding, in the root of squares 2 % to 4 %
     hidden = torch.randn(4096, 1024, device=device, dtype=torch.bfloat16).requires_grad_()
     weight = (0.03 * torch.randn(50000, 1024, device=device)).to(torch.bfloat16).requires_grad_()
     labels = torch.randint(0, 50000, (4096,), device=device)
@@ -324,8 +326,7 @@ def test_error_is_not_above_the_plain_heads(device, tiling):
     copies = [double(hidden), double(weight)]
     exact = torch.autograd.grad(torch.nn.functional.cross_entropy(copies[0] @ copies[1].t(), labels), copies)
     for a, b, c in zip(ours, plain, exact, strict=True):
-        # 1 %: two errors of the same roundings differ by chance
-        assert relative_error(a, c) <= 1.01 * relative_error(b, c)
+        assert relative_error(a, c) <= allowed * relative_error(b, c)
 
 
 def _last_tile_lost(original):

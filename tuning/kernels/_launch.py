@@ -89,6 +89,8 @@ def as_rows(x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
 
 def like_rows(rows: torch.Tensor, shape: torch.Size, order: tuple[int, ...]) -> torch.Tensor:
     """Undo :func:`as_rows` on a contiguous result: a view of ``rows`` with ``shape``."""
+    if order == tuple(range(len(order))):
+        return rows.view(shape)
     permuted = rows.view([shape[i] for i in order])
     inverse = [0] * len(order)
     for position, dim in enumerate(order):

@@ -8,7 +8,7 @@ Legend: ``T`` tokens, ``B`` rows of the batch, ``S`` row length, ``D`` width, ``
 
 import torch
 
-__all__ = ["cross_entropy", "glu", "linear_cross_entropy", "rms_norm", "rope"]
+__all__ = ["cross_entropy", "glu", "gptq_weight", "linear_cross_entropy", "lora", "rms_norm", "rope"]
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -100,3 +100,38 @@ def linear_cross_entropy(
     if low_rank is not None:
         logits_TV = logits_TV + torch.nn.functional.linear(*low_rank)
     return cross_entropy(logits_TV, labels_T, **options)  # type: ignore[arg-type]
+
+
+def gptq_weight(
+    qweight: torch.Tensor,
+    qzeros: torch.Tensor,
+    scales: torch.Tensor,
+    g_idx: torch.Tensor,
+    *,
+    bits: int,
+    zero_offset: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Unpack a GPTQ weight to ``[K, N]``; see ``tuning.kernels.gptq``."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=qweight.device)
+    mask = 2**bits - 1
+    q_KN = (qweight[:, None] >> shifts[:, None]).bitwise_and_(mask).flatten(0, 1)
+    zeros_GN = ((qzeros[:, :, None] >> shifts).bitwise_and_(mask).flatten(1) + zero_offset).bitwise_and_(mask)
+    group = g_idx.long()
+    return (_wide(scales)[group] * (q_KN - zeros_GN[group])).to(dtype)
+
+
+def lora(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    adapter: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Return ``x W^T + b + s (dropout(x) A^T) B^T`` for ``adapter = (A, B, s)``; see ``tuning.kernels.lora``."""
+    y = torch.nn.functional.linear(x, weight, bias)
+    if adapter is None:
+        return y
+    down, up, scale = adapter
+    low = torch.nn.functional.linear(torch.nn.functional.dropout(x, dropout), down)
+    return y + scale * torch.nn.functional.linear(low, up)

@@ -181,6 +181,19 @@ def test_tied_embeddings():
     assert_same_training(model, plugin("linear_cross_entropy"), facts(model), batch())
 
 
+@pytest.mark.parametrize("factor", [1 / 3, torch.tensor(1 / 3)])
+def test_a_factor_that_is_known_beforehand_changes_no_gradient(factor):
+    model = build_model("llama").to(DEVICE).train()
+    taken = plugin("linear_cross_entropy")
+    with applied_patches(model, taken.patches(model, facts(model))):
+        loss = taken.loss(facts(model))
+        assert loss.takes_loss_factor
+        expected = gradients(model, loss(model, batch()).nll_sum / 3)
+        terms = loss(model, {**batch(), "loss_factor": factor})
+        for name, grad in gradients(model, terms.nll_sum / 3).items():
+            assert torch.allclose(grad, expected[name], rtol=1e-4, atol=1e-7), name
+
+
 @pytest.mark.parametrize("kernel", ["cross_entropy", "linear_cross_entropy"])
 def test_router_loss_of_experts(kernel):
     model = build_model("mixtral", output_router_logits=True).to(DEVICE).train()

@@ -371,14 +371,21 @@ class SupervisedIndex:
 
 
 class FastLoss:
-    """The loss seat: asks the patched model for summed loss terms instead of logits."""
+    """The loss seat: asks the patched model for summed loss terms instead of logits.
+
+    Attributes:
+        takes_loss_factor: ``inputs`` may hold ``loss_factor``, the number or scalar tensor that the trainer is going
+            to multiply ``nll_sum`` by; each gradient is then rounded once instead of twice.
+    """
+
+    takes_loss_factor = True
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> LossTerms:
         """Return the terms of one micro-batch.
 
         Args:
             model: As wrapped for training; its inner causal model is patched.
-            inputs: ``labels`` and the model's keyword arguments; ``supervised_index`` and ``loss_factor`` (the
-                upstream gradient that will come, a number or a scalar) where they are known.
+            inputs: ``labels`` and the model's keyword arguments; ``supervised_index`` and ``loss_factor`` where they
+                are known.
         """
         return LossTerms(**model(**inputs, fast_loss=True))
