@@ -52,6 +52,10 @@ _WAYS = ((0.7, True), (0.7, False), (0.3, False), (0.0, False))
 # room below this share of all is left in a few seats, which is what fills the others to the last tokens
 _SPARE = 0.01
 _TRIES = 4
+# share of the tokens left over by the tightest way, up to which the others are tried as well
+_NEARLY = 0.002
+# share of the estimated micro-steps that the search starts from
+_START = 0.985
 # windows that tell how full a packing gets, when the number of micro-steps is searched
 _SEARCHED_WINDOWS = 16
 
@@ -107,23 +111,30 @@ def count_micro_steps(lengths: IntArray, *, capacity: int, num_ranks: int, seed:
 
 
 def _pack_first_epoch(lengths: IntArray, capacity: int, num_ranks: int, seed: list[int]) -> tuple[Seats, SeatArray]:
-    estimate = _least_micro_steps(lengths, capacity, num_ranks)
+    estimate = _start(lengths, capacity, num_ranks)
     share = len(lengths) * _SEARCHED_WINDOWS * _window(num_ranks) // max(estimate, 1)
     if len(lengths) > 2 * share > 0:
         thinned = lengths[len(lengths) // share // 2 :: len(lengths) // share]
-        start = _least_micro_steps(thinned, capacity, num_ranks)
+        start = _start(thinned, capacity, num_ranks)
         searched = _search(thinned, start, capacity, num_ranks, seed)[0].num_micro_steps
         estimate = int(np.ceil(searched * (len(lengths) / len(thinned))))
+        return _search(lengths, estimate, capacity, num_ranks, seed, likely=True)
     return _search(lengths, estimate, capacity, num_ranks, seed)
 
 
-def _search(lengths: IntArray, start: int, capacity: int, num_ranks: int, seed: list[int]) -> tuple[Seats, SeatArray]:
-    num_micro_steps = start
+def _search(
+    lengths: IntArray, start: int, capacity: int, num_ranks: int, seed: list[int], *, likely: bool = False
+) -> tuple[Seats, SeatArray]:
+    """Return the fewest micro-steps from ``start`` on that hold all samples; ``likely``: the first ones will do."""
+    num_micro_steps, total = start, int(lengths.sum())
     while True:
         seats = Seats(capacity=capacity, num_ranks=num_ranks, num_micro_steps=num_micro_steps)
-        placed, left = _try(lengths, seats, seed)
-        if left == 0:
-            return seats, placed
+        # where the tightest way leaves much over, the others do too
+        left = 0 if likely else _pack(lengths, seats, seed, best_fit_from=0.0, spare=0)[1]
+        if left <= _NEARLY * total:
+            placed, left = _try(lengths, seats, seed)
+            if left == 0:
+                return seats, placed
         # 0.7: what is left may find room in the seats there are
         num_micro_steps += max(1, int(0.7 * left / (capacity * num_ranks)))
 
@@ -132,8 +143,8 @@ def _window(num_ranks: int) -> int:
     return max(WINDOW, -(-WINDOW_SEATS // num_ranks))
 
 
-def _least_micro_steps(lengths: IntArray, capacity: int, num_ranks: int) -> int:
-    """Return a lower estimate: the micro-steps if every seat were full to the last token."""
+def _start(lengths: IntArray, capacity: int, num_ranks: int) -> int:
+    """Return fewer micro-steps than are needed: a little less than if every seat were full to the last token."""
     clipped = np.minimum(lengths, STRETCH * capacity)
     over = clipped[clipped > capacity].astype(np.float64)
     total, full = float(clipped.sum()), float(capacity * num_ranks)
@@ -145,7 +156,7 @@ def _least_micro_steps(lengths: IntArray, capacity: int, num_ranks: int) -> int:
         leads = np.arange(0, len(over), num_ranks * windows) + windows / 2
         stretched = over[np.minimum(leads.astype(np.int64), len(over) - 1)] - capacity if len(over) else over
         estimate = max(floor, (total - float(stretched.sum()) * num_ranks * windows) / full)
-    return max(floor, int(np.ceil(estimate)))
+    return max(floor, int(_START * estimate))
 
 
 def fill(
