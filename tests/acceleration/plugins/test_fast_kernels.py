@@ -458,3 +458,43 @@ def test_a_wrong_kernel_would_be_seen(monkeypatch, name, mutant):
     monkeypatch.setattr(name, mutant)
     with pytest.raises(AssertionError):
         assert_same_training(model, plugin(auto=True), facts(model), batch())
+
+
+def train_curve(*, seed, kernels, steps, device=DEVICE):
+    """Return the losses of a small model that learns a noisy next word from scratch, in bf16 with fp32 weights."""
+    model = build_model("llama", seed=seed, hidden_size=64, intermediate_size=96, vocab_size=512).to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    taken, run_facts = plugin(*ALL), facts(model)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    with applied_patches(model, taken.patches(model, run_facts) if kernels else ()):
+        loss_of = taken.loss(run_facts) if kernels else None
+        for _ in range(steps):
+            first = torch.randint(0, 512, (8, 1), generator=generator)
+            ids = (first + torch.arange(32) * 7) % 512
+            noise = torch.rand(ids.shape, generator=generator) < 0.1
+            ids = torch.where(noise, torch.randint(0, 512, ids.shape, generator=generator), ids).to(device)
+            with torch.autocast(device, dtype=torch.bfloat16):
+                if loss_of is None:
+                    loss = model(input_ids=ids, labels=ids).loss
+                else:
+                    terms = loss_of(model, {"input_ids": ids, "labels": ids})
+                    loss = terms.nll_sum / terms.num_tokens
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    return torch.tensor(losses)
+
+
+def assert_within_noise(steps):
+    plain, with_kernels = (train_curve(seed=0, kernels=kernels, steps=steps) for kernels in (False, True))
+    other_seed = train_curve(seed=1, kernels=False, steps=steps)
+    assert plain[-steps // 10 :].mean() < 0.9 * plain[: max(1, steps // 10)].mean(), "the model learns nothing"
+    assert (with_kernels - plain).abs().mean() < (other_seed - plain).abs().mean()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: 200 steps")
+def test_two_hundred_steps_stay_within_the_noise_of_two_seeds():
+    assert_within_noise(200)
