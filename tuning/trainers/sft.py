@@ -179,13 +179,12 @@ class SFTTrainer(trl.SFTTrainer):
         """
         training = self.model.training
         inputs["use_cache"] = False
+        factor = None if num_items_in_batch is None else self._loss_factor(num_items_in_batch)
+        if factor is not None and getattr(self.loss_of_batch, "takes_loss_factor", False):
+            # a loss that computes gradients in its forward scales them there, and rounds them once
+            inputs["loss_factor"] = factor
         terms = self.loss_of_batch(model, inputs)
-        denominator = terms.num_tokens if num_items_in_batch is None else num_items_in_batch
-        # at least 1: a step without a target is a loss of 0, not 0 / 0
-        loss = terms.nll_sum / (denominator.clamp(min=1) if torch.is_tensor(denominator) else max(denominator, 1))
-        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
-            # DDP and FSDP average gradients over ranks; num_items_in_batch counts all of them
-            loss = loss * (self.accelerator.num_processes // self.get_tp_size())
+        loss = terms.nll_sum * (self._loss_factor(terms.num_tokens) if factor is None else factor)
         if terms.aux_loss is not None:
             micro_steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
             loss = loss + self.router_aux_loss_coef * terms.aux_loss / micro_steps
@@ -195,6 +194,20 @@ class SFTTrainer(trl.SFTTrainer):
         with torch.no_grad():
             outputs = model(**{key: value for key, value in inputs.items() if key != "labels"})
         return loss, outputs
+
+    def _loss_factor(self, num_items: torch.Tensor | int) -> torch.Tensor:
+        """Return what the summed loss of a micro-batch is multiplied by, a scalar on the device.
+
+        It is one over the supervised tokens; at least 1 of them, so that a step without a target is a loss of 0, not
+        0 / 0. DDP and FSDP average gradients over ranks, so a count over all ranks is multiplied by their number.
+        """
+        if isinstance(num_items, torch.Tensor):
+            count = num_items.to(torch.float32).clamp(min=1)
+        else:
+            # filled on the device: copying a number there would wait for it
+            count = torch.full((), float(max(num_items, 1)), device=self.args.device)
+        over_all_ranks = self.args.average_tokens_across_devices and self.model.training
+        return (self.accelerator.num_processes // self.get_tp_size() if over_all_ranks else 1) / count
 
     def _count(
         self, mode: str, inputs: Mapping[str, Any], terms: LossTerms, num_items: torch.Tensor | int | None
