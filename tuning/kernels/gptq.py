@@ -27,9 +27,8 @@ from tuning.kernels._launch import can_launch, device_guard
 
 __all__ = ["gptq_weight"]
 
-# columns a program: with 8 rows of 4 bits a word and 4 warps, 16 bytes a thread and row in bf16
+# columns a program, and one word of each: 8 rows of 4 bits, 4 bytes a thread and row in bf16 with 4 warps
 _BLOCK_N = 256
-_WORDS = 4
 _WARPS = 4
 _BITS = (2, 4, 8)
 
@@ -41,33 +40,28 @@ def _gptq_weight_kernel(
     scales_ptr,
     g_idx_ptr,
     out_ptr,
-    num_words,
     num_cols,
     zero_words,
     zero_offset,
     BITS: tl.constexpr,
-    WORDS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    pid_word = tl.program_id(0).to(tl.int64) * WORDS
+    word_row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_cols = cols < num_cols
+    mask = cols < num_cols
     PER_WORD: tl.constexpr = 32 // BITS
     MASK: tl.constexpr = (1 << BITS) - 1
     zero_shift = ((cols % PER_WORD) * BITS).to(tl.int32)
-    for i in range(WORDS):
-        word_row = pid_word + i
-        mask = in_cols & (word_row < num_words)
-        words = tl.load(qweight_ptr + word_row * num_cols + cols, mask=mask, other=0)
-        for j in tl.static_range(PER_WORD):
-            row = word_row * PER_WORD + j
-            group = tl.load(g_idx_ptr + row, mask=word_row < num_words, other=0).to(tl.int64)
-            scale = tl.load(scales_ptr + group * num_cols + cols, mask=mask, other=0.0).to(tl.float32)
-            zeros = tl.load(qzeros_ptr + group * zero_words + cols // PER_WORD, mask=mask, other=0)
-            zero = (((zeros >> zero_shift) & MASK) + zero_offset) & MASK
-            q = (words >> (j * BITS)) & MASK
-            value = scale * (q - zero).to(tl.float32)
-            tl.store(out_ptr + row * num_cols + cols, value.to(out_ptr.dtype.element_ty), mask=mask)
+    words = tl.load(qweight_ptr + word_row * num_cols + cols, mask=mask, other=0)
+    for j in tl.static_range(PER_WORD):
+        row = word_row * PER_WORD + j
+        group = tl.load(g_idx_ptr + row).to(tl.int64)
+        scale = tl.load(scales_ptr + group * num_cols + cols, mask=mask, other=0.0).to(tl.float32)
+        zeros = tl.load(qzeros_ptr + group * zero_words + cols // PER_WORD, mask=mask, other=0)
+        zero = (((zeros >> zero_shift) & MASK) + zero_offset) & MASK
+        q = (words >> (j * BITS)) & MASK
+        value = scale * (q - zero).to(tl.float32)
+        tl.store(out_ptr + row * num_cols + cols, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def gptq_weight(
@@ -108,7 +102,7 @@ def gptq_weight(
     if not can_launch(scales):
         return reference.gptq_weight(qweight, qzeros, scales, g_idx, bits=bits, zero_offset=zero_offset, dtype=dtype)
     out = torch.empty((num_words * per_word, num_cols), dtype=dtype, device=qweight.device)
-    grid = (triton.cdiv(num_words, _WORDS), triton.cdiv(num_cols, _BLOCK_N))
+    grid = (num_words, triton.cdiv(num_cols, _BLOCK_N))
     with device_guard(qweight):
         _gptq_weight_kernel[grid](
             qweight.contiguous(),
@@ -116,12 +110,10 @@ def gptq_weight(
             scales.contiguous(),
             g_idx,
             out,
-            num_words,
             num_cols,
             num_cols // per_word,
             zero_offset,
             BITS=bits,
-            WORDS=_WORDS,
             BLOCK_N=_BLOCK_N,
             num_warps=_WARPS,
         )

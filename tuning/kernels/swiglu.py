@@ -26,7 +26,7 @@ import triton.language as tl
 from tuning.kernels import reference
 from tuning.kernels._launch import as_rows, can_launch, device_guard
 
-__all__ = ["geglu", "geglu_packed", "swiglu", "swiglu_packed"]
+__all__ = ["geglu", "geglu_packed", "glu_backward", "glu_forward", "swiglu", "swiglu_packed"]
 
 # elements a program: two 16-byte accesses a thread and tensor in bf16, 4 warps
 _BLOCK = 2048
@@ -249,6 +249,29 @@ def _op_backward(ctx, dy):
 
 
 _glu_op.register_autograd(_op_backward, setup_context=_setup_context)
+
+
+def glu_forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return ``activation(gate) * up`` outside autograd, for a block that has a backward of its own.
+
+    Args:
+        gate: ``[..., D]``, any strides.
+        up: As ``gate``, of the same dtype.
+        activation: ``silu``, ``gelu_tanh`` or ``gelu``.
+    """
+    return _forward(gate, up, activation) if can_launch(gate) else reference.glu(gate, up, activation)
+
+
+def glu_backward(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of ``gate`` and ``up``; see :func:`glu_forward`."""
+    if can_launch(gate):
+        return _backward(dy, gate, up, activation, packed=False)
+    with torch.enable_grad():
+        inputs = gate.detach().requires_grad_(), up.detach().requires_grad_()
+        dgate, dup = torch.autograd.grad(reference.glu(*inputs, activation), inputs, dy)
+    return dgate, dup
 
 
 def _glu(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
