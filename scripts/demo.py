@@ -112,20 +112,21 @@ def main(argv: list[str] | None = None) -> int:
     """Run the demo; return the exit code of the training."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="model folder or .gguf file; default: that of the package")
-    parser.add_argument("--output_dir", type=Path, default=Path("demo_output"), help="default: demo_output")
+    parser.add_argument("--output_dir", type=Path, default=ROOT / "demo_output", help="default: demo_output")
     parsed = parser.parse_args(argv)
-    command = build_command(parsed.model or find_model(), parsed.output_dir)
+    output_dir = parsed.output_dir.resolve()
+    command = build_command((parsed.model or find_model()).resolve(), output_dir)
     environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
     if not sys.stdout.isatty():
         command += ["--disable_tqdm", "true"]
         environ["TQDM_DISABLE"] = "1"
     # the file is appended to, and this run is to be told alone
-    (parsed.output_dir / "training_logs.jsonl").unlink(missing_ok=True)
+    (output_dir / "training_logs.jsonl").unlink(missing_ok=True)
     print("$ python " + shlex.join(command), flush=True)
     start = time.perf_counter()
     done = subprocess.run([sys.executable, *command], env=environ, cwd=ROOT, check=False)
     if done.returncode == 0:
-        print(summarize(parsed.output_dir, time.perf_counter() - start))
+        print(summarize(output_dir, time.perf_counter() - start))
     return done.returncode
 
 
