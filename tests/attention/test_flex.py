@@ -4,10 +4,13 @@ import dataclasses
 
 import pytest
 import torch
+from torch._dynamo.backends.debugging import aot_eager
 
 from tests.attention.dense import allowed_pairs, attend_dense, boundaries, random_qkv
+from tuning.attention import flex
 from tuning.attention.flex import FlexKernel, list_blocks, load_flex
 from tuning.attention.variant import PLAIN, Variant
+from tuning.errors import UnsupportedError
 
 BLOCK = 128
 VARIANTS = {
@@ -25,7 +28,7 @@ VARIANTS = {
 def test_equals_the_formula(variant, shape):
     lengths = [150, 1, 40, 9]
     q, k, v = (x.detach() for x in random_qkv(lengths, **shape))  # torch has no backward of it on the CPU
-    kernel = FlexKernel(compiled=False)
+    kernel = FlexKernel(backend=None)
     cu_seqlens = boundaries(lengths)
     out = kernel(q, k, v, cu_seqlens, 150, variant)
     dense = attend_dense(q, k, v, lengths, variant)
@@ -90,7 +93,7 @@ def test_blocks_are_those_of_the_rule(lengths, window):
 
 
 def test_blocks_are_listed_once_a_batch_and_window():
-    kernel = FlexKernel(compiled=False)
+    kernel = FlexKernel(backend=None)
     cu_seqlens = boundaries([3, 4])
     first = kernel._blocks_of(cu_seqlens, 7, None)
     assert kernel._blocks_of(cu_seqlens, 7, None) is first
@@ -108,19 +111,109 @@ def test_nothing_of_the_size_of_the_squared_batch():
     assert largest < 2**20
 
 
+@pytest.fixture
+def graphs(monkeypatch):
+    """Compile on the CPU without a code generator, backward pass included; gives the inputs of each graph."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *args: None)
+    torch._dynamo.reset()
+    flex._attend_of.cache_clear()
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append([node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"])
+        return aot_eager(graph, inputs)
+
+    yield seen, backend
+    torch._dynamo.reset()
+    flex._attend_of.cache_clear()
+
+
+# 256 tokens are as many blocks as there are key/value heads, 512 as many as query heads; 160 are a width in the model
+BATCHES = [[200, 56], [100, 60], [137, 50, 11], [500, 12], [300, 5, 2, 2, 600], [129]]
+
+
+def _compare(kernel, variant, lengths):
+    results = []
+    for attend in (
+        lambda q, k, v: kernel(q, k, v, boundaries(lengths), max(lengths), variant),
+        lambda q, k, v: attend_dense(q, k, v, lengths, variant),
+    ):
+        tensors = random_qkv(lengths, width=20)
+        out = attend(*tensors)
+        results.append((out, *torch.autograd.grad(out.square().sum(), tensors)))
+    for ours, dense in zip(*results, strict=True):
+        assert (ours - dense).norm() / dense.norm() < 1e-5
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_compiled_once_for_all_lengths(variant, graphs):
+    seen, backend = graphs
+    kernel = FlexKernel(backend=backend)
+    for lengths in BATCHES:
+        _compare(kernel, variant, lengths)
+        assert len(seen) == 1
+    _compare(kernel, variant, [30, 20])
+    _compare(kernel, variant, [3, 110])
+    assert len(seen) == 2, "one for a block of tokens or less"
+
+
+def test_no_number_of_a_rule_is_a_symbol(graphs, monkeypatch):
+    """A rule that captures a number makes the compiler fail, since lengths are dynamic; text is constant to it."""
+    kernel = FlexKernel(backend=graphs[1])
+    _compare(kernel, VARIANTS["softcap"], [100, 50])
+
+    def naive(softcap):
+        cap = float(softcap)
+        return lambda score, batch, head, q, k: cap * torch.tanh(score / cap)
+
+    monkeypatch.setattr(flex, "_softcap_rule", naive)
+    with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="Pending unbacked symbols"):
+        _compare(kernel, Variant(softcap=1.25), [100, 50])
+
+
+def _attend_with_many_caps(backend):
+    kernel, lengths = FlexKernel(backend=backend), [100, 50]
+    q, k, v = (x.detach() for x in random_qkv(lengths))
+    for cap in range(1, 12):
+        kernel(q, k, v, boundaries(lengths), 100, Variant(softcap=float(cap)))
+
+
+def test_many_kinds_of_layers_in_one_process(graphs, monkeypatch):
+    seen, backend = graphs
+    _attend_with_many_caps(backend)
+    assert len(seen) == 11
+    flex._attend_of.cache_clear()
+    monkeypatch.setattr(flex, "_with_own_code", lambda function, name: function)
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        _attend_with_many_caps(backend)
+
+
+def test_never_uncompiled(graphs):
+    """The compiler may be switched off; then the squared batch would be made in silence."""
+    kernel, (q, k, v) = FlexKernel(backend=graphs[1]), random_qkv([3, 4])
+    with torch.compiler.set_stance("force_eager"), pytest.raises(UnsupportedError) as error:
+        kernel(q, k, v, boundaries([3, 4]), 4, PLAIN)
+    assert str(error.value) == (
+        "flex_attention was to run compiled, but torch.compile is switched off or gave up, and uncompiled it would "
+        "make a matrix of the squared batch. Let torch.compile work (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE "
+        "unset), or train without --padding_free."
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_one_compilation_for_all_batches():
-    """Other lengths, other numbers of samples: nothing is compiled after the second batch, and nothing runs unfused."""
+@pytest.mark.parametrize("variant", [Variant(softcap=1.5), Variant(window=30)], ids=["softcap", "window"])
+def test_one_compilation_for_all_batches(variant):
+    """Other lengths, other numbers of samples: nothing is compiled after the first batch."""
     from torch._dynamo.utils import counters
 
-    kernel, graphs = load_flex(), []
+    kernel, compiled = load_flex(), []
     for step in range(6):
         lengths = [100 + 37 * step, 50, *[11] * step]
         q, k, v = (x.detach().cuda().requires_grad_() for x in random_qkv(lengths, width=64))
-        kernel(q, k, v, boundaries(lengths).cuda(), max(lengths), Variant(softcap=1.5)).sum().backward()
-        graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[1] == graphs[-1]
+        kernel(q, k, v, boundaries(lengths).cuda(), max(lengths), variant).sum().backward()
+        compiled.append(counters["stats"]["unique_graphs"])
+    assert compiled[0] == compiled[-1]
 
 
 @pytest.mark.gpu
