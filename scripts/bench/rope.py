@@ -55,18 +55,25 @@ def main() -> None:
     options = argument_parser(__doc__).parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     recorder = Recorder("rope", csv_path=options.csv, commit=options.commit)
-    shapes = [(16384, 32, 8, 128, 128), (16384, 32, 32, 80, 32), (16384, 28, 4, 128, 128)]
-    for tokens, heads, kv_heads, width, rot in [(5, 3, 2, 10, 10)] if options.tiny else shapes:
+    shapes = [
+        # the last column says whether a head's tokens lie together; models give a view of the projection's output
+        (16384, 32, 8, 128, 128, False),
+        (16384, 32, 8, 128, 128, True),
+        (16384, 32, 32, 80, 32, False),
+        (16384, 28, 4, 128, 128, False),
+    ]
+    for tokens, heads, kv_heads, width, rot, by_head in [(5, 3, 2, 10, 10, False)] if options.tiny else shapes:
         torch.manual_seed(0)
 
-        def projected(heads: int, tokens: int = tokens, width: int = width) -> torch.Tensor:
-            return torch.randn(1, tokens, heads, width, device=device).to(torch.bfloat16).transpose(1, 2)
+        def projected(heads: int, tokens: int = tokens, width: int = width, by_head: bool = by_head) -> torch.Tensor:
+            x = torch.randn(1, tokens, heads, width, device=device).to(torch.bfloat16).transpose(1, 2)
+            return x.contiguous() if by_head else x
 
         q, k = projected(heads).requires_grad_(), projected(kv_heads).requires_grad_()
         grads = [projected(heads), projected(kv_heads)]
         phase = torch.rand(1, tokens, rot // 2, device=device).repeat(1, 1, 2) * 6.28
         cos, sin = phase.cos().to(torch.bfloat16), phase.sin().to(torch.bfloat16)
-        case = f"{tokens} tokens {heads}+{kv_heads} heads of {width}, {rot} turned, bf16"
+        case = f"{tokens} tokens {heads}+{kv_heads} heads of {width}, {rot} turned, bf16{', head by head' * by_head}"
         if options.sweep:
             variants = {
                 f"warps {warps}": lambda warps=warps, q=q, k=k, cos=cos, sin=sin: module._turn(

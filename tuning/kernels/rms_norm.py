@@ -190,8 +190,10 @@ def _forward(
 
 def _backward_launch(width: int) -> Launch:
     block_width = triton.next_power_of_2(width)
-    block_rows = max(1, min(16, 4096 // block_width))
-    return Launch(block_rows, max(4, num_warps(block_rows * block_width, 16)), 2, 2)
+    # sweep on H200, scripts/bench/rms_norm.py, 2026-12-01: 16,384 x 4,096 and 655,360 x 128
+    if block_width >= 1024:
+        return Launch(max(1, 8192 // block_width), 8, 1, 3)
+    return Launch(max(1, min(16, 4096 // block_width)), 4, 4, 3)
 
 
 def _backward(
