@@ -65,7 +65,7 @@ def main() -> None:
     for tokens, heads, kv_heads, width, rot, by_head in [(5, 3, 2, 10, 10, False)] if options.tiny else shapes:
         torch.manual_seed(0)
 
-        def projected(heads: int, tokens: int = tokens, width: int = width, by_head: bool = by_head) -> torch.Tensor:
+        def projected(heads: int, *, tokens: int = tokens, width: int = width, by_head: bool = by_head) -> torch.Tensor:
             x = torch.randn(1, tokens, heads, width, device=device).to(torch.bfloat16).transpose(1, 2)
             return x.contiguous() if by_head else x
 

@@ -33,8 +33,8 @@ __all__ = ["LinearCrossEntropy", "linear_cross_entropy"]
 
 # 504 MiB: 8,192 rows of a 32,000-word vocabulary in bf16 are one tile, and 0.5 GiB holds it with all small tensors
 TILE_BYTES = 504 * 2**20
-# rows of a tile whose products run fast; sweep on H200, scripts/bench/linear_cross_entropy.py, 2026-12-01: 8,192 x 4,096
-# x 151,936 takes 51.5 ms with 2,048 rows and 52.7 with 1,280, but 53.9 with 1,664 and 55.2 with 1,536
+# rows of a tile whose products run fast; sweep on H200, scripts/bench/linear_cross_entropy.py, 2026-12-01: 8,192 rows
+# of 4,096 x 151,936 take 51.5 ms with 2,048 rows and 52.7 with 1,280, but 53.9 with 1,664 and 55.2 with 1,536
 _GOOD_ROWS = (8192, 4096, 2048, 1280, 1024, 768, 512, 256, 128)
 # rows of the logits start at multiples of 128 bytes, as the matrix units' loads want
 _ROW_ALIGNMENT = 64
