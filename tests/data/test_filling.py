@@ -92,6 +92,12 @@ def test_no_time_is_lost_beside_a_long_sample():
     assert count == 1 + -(-600 // 200)
 
 
+def test_samples_that_are_all_too_long_get_a_seat_each():
+    assert count_micro_steps(longest_first([500] * 200), capacity=1, num_ranks=8, seed=[0, 0]) == 25
+    # 375 are enough; windows of one size have seats for their share
+    assert 375 <= count_micro_steps(longest_first([500] * 3_000), capacity=1, num_ranks=8, seed=[0, 0]) <= 384
+
+
 def test_samples_of_half_a_seat_and_a_bit_get_a_seat_each():
     lengths = longest_first([60] * 37)
     seats, count = pack(lengths, capacity=100, num_ranks=4)

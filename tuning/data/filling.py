@@ -232,7 +232,7 @@ def _pack(
     over, short = _deal(len(lengths), num_over, seats, rng)
     placed = np.full(len(lengths), NO_SEAT, dtype=np.int32)
     if over.shape[0] > (seats.num_micro_steps // seats.num_windows) * seats.num_ranks:
-        return placed, int(lengths[:num_over].sum())
+        return placed, seats.capacity * seats.num_ranks  # the smallest window lacks a seat
     padded = np.append(lengths, 0).astype(np.int32)  # position -1 has length 0
     rooms = np.empty(seats.count, dtype=np.int32)
     first_window = 0
