@@ -307,6 +307,21 @@ def test_a_cap_and_a_cost_may_change_where_they_choose_seats_only():
     samplers(LENGTHS, spec(max_tokens=60, cost=Cost(ratio=1.0)))[0].load_state_dict(state)
 
 
+@pytest.mark.parametrize("mode", ["exact", "budget"])
+def test_a_version_that_plans_differently_is_found_out(mode):
+    sampler = samplers(LENGTHS, spec(mode, max_tokens=10 if mode == "budget" else None))[0]
+    state = sampler.state_dict()
+    state["fingerprint"]["plan"] = "0123456789abcdef"
+    with pytest.raises(CheckpointError) as caught:
+        sampler.load_state_dict(state)
+    assert str(caught.value).startswith(
+        "the checkpoint was written by another run: another version of numpy, torch or packtune orders the samples "
+        "differently. Going on would train some samples twice and others never."
+    )
+    with pytest.raises(CheckpointError):
+        sampler.load_state_dict(state, replan=None)
+
+
 def test_a_state_of_another_version():
     state = {**samplers(LENGTHS, spec())[0].state_dict(), "version": 9}
     with pytest.raises(CheckpointError) as caught:

@@ -102,6 +102,7 @@ class MultiPackSampler(Sampler[list[int]]):
         first = self._make_plan(0, num_micro_steps=None)
         self.num_micro_steps = first.num_micro_steps
         self._plans = {0: first}
+        self._digest = self._digest_of(first)
 
     @property
     def epoch(self) -> int:
@@ -254,14 +255,18 @@ class MultiPackSampler(Sampler[list[int]]):
         self.set_epoch(epoch if left.any() else epoch + 1)
         self._rest = (epoch, np.flatnonzero(left)) if left.any() else None
 
+    def _digest_of(self, first: Plan) -> str:
+        """Return what tells whether another version of numpy, torch or this code would plan alike."""
+        if self.spec.mode == "exact":
+            return _sha(plain_order(len(self.lengths), seed=self.spec.seed, epoch=0))
+        return _sha(first.order, first.offsets)
+
     def _fingerprint(self) -> dict[str, Any]:
         spec = self.spec
         exact = spec.mode == "exact"  # where cap and cost choose seats only, not which samples a step holds
-        digest = hashlib.sha256(self.lengths.tobytes())
-        if self.rows is not None:
-            digest.update(np.asarray(self.rows, dtype=np.int64).tobytes())
+        told = (self.lengths,) if self.rows is None else (self.lengths, self.rows)
         return {
-            "data": f"{len(self.lengths)} samples ({digest.hexdigest()[:16]})",
+            "data": f"{len(self.lengths)} samples ({_sha(*told)})",
             "seed": spec.seed,
             "num_ranks": spec.num_ranks,
             "batch_size": spec.batch_size,
@@ -269,12 +274,20 @@ class MultiPackSampler(Sampler[list[int]]):
             "mode": spec.mode,
             "max_tokens": None if exact else spec.max_tokens,
             "cost": None if exact else spec.cost.ratio,
+            "plan": self._digest,
         }
+
+
+def _sha(*arrays: IntArray) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _has_same_steps(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Say whether each step of both runs holds the same samples."""
-    same = all(before[key] == now[key] for key in ("data", "seed", "mode"))
+    same = all(before[key] == now[key] for key in ("data", "seed", "mode", "plan"))
     products = [math.prod(values[key] for key in _SHAPE) for values in (before, now)]
     return same and now["mode"] == "exact" and products[0] == products[1]
 
@@ -285,4 +298,6 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     ]
     if before.get("data") != now["data"]:
         changes.insert(0, f"the training data was {before.get('data')} and is {now['data']}")
+    if not changes:
+        changes.append("another version of numpy, torch or packtune orders the samples differently")
     return ", ".join(changes)
