@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -50,3 +54,51 @@ def test_the_speed_up_grows_with_ranks_and_batch():
 @pytest.mark.parametrize("batch_size", [4, 8])
 def test_a_budget_beats_exact_steps_which_beat_the_plain_run(batch_size):
     assert simulated(8, batch_size).over_padded > simulated(8, batch_size, mode="exact").over_padded > 2
+
+
+# ---- the script ----
+
+
+@pytest.fixture
+def script():
+    path = Path(__file__).parents[2] / "scripts" / "simulate.py"
+    found = importlib.util.spec_from_file_location("simulate", path)
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("wrap", [list, lambda values: {"lengths": values}])
+def test_the_script_prints_a_line_for_each_run(script, tmp_path, capsys, wrap):
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps(wrap([8, 2, 4, 4, 6, 6, 2, 8])))
+    assert script.main([str(path), "--ranks", "1", "2", "--batch", "2", "--max-tokens", "20"]) == 0
+    head, names, *lines = capsys.readouterr().out.splitlines()
+    assert head == "8 samples, 40 tokens, longest 8"
+    assert names.split()[:6] == ["mode", "ranks", "batch", "acc", "steps", "plain"]
+    assert [line.split()[:3] for line in lines] == [
+        ["exact", "1", "2"], ["exact", "2", "2"], ["budget", "1", "2"], ["budget", "2", "2"],
+    ]  # fmt: skip
+    # two packs of 20, one a rank
+    assert lines[3].split()[4:10] == ["1", "2", "1.000", "1.000", "1.000", "1.000"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[1, 2", "cannot be read (Expecting ',' delimiter: line 1 column 6 (char 5)); give a JSON list of tokens a "
+         "sample"),
+            "[1, 2",
+            "cannot be read (Expecting ',' delimiter: line 1 column 6 (char 5)); give a JSON list of tokens a sample",
+        ),
+        ("[1, 0]", "holds no list of tokens a sample; give a JSON list of whole numbers from 1 on"),
+        ("[true]", "holds no list of tokens a sample; give a JSON list of whole numbers from 1 on"),
+        ("[]", "holds no list of tokens a sample; give a JSON list of whole numbers from 1 on"),
+        ('{"length": [1]}', "holds no list of tokens a sample; give a JSON list of whole numbers from 1 on"),
+    ],
+)
+def test_the_script_refuses_other_files(script, tmp_path, capsys, text, words):
+    path = tmp_path / "lengths.json"
+    path.write_text(text)
+    assert script.main([str(path)]) == 1
+    assert capsys.readouterr().err == f"{path} {words}\n"
