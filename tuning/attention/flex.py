@@ -15,7 +15,8 @@ compiler decide the form of this file:
   gets a code object of its own, and a function that finds itself uncompiled raises.
 - With dynamic lengths it makes every Python number a symbol, and a symbolic float cannot be captured by a rule. Text is
   constant to it, so numbers of the rules go in as text.
-- Dynamic sizes that are equal in the first batch, by chance as well, count as equal for ever, unless they are marked.
+- Dynamic sizes that are equal in the first batch count as equal for ever, by chance as well; torch's own advice is an
+  option of its compiler (``use_duck_shape``), set here while a kind may be compiled.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.fx.experimental import _config as _symbols
 from torch.nn import functional
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
@@ -105,9 +107,7 @@ class FlexKernel:
         tokens, _, width = q_THD.shape
         value_width = v_TKD.shape[-1]
         padded = max(_MIN_WIDTH, 1 << (max(width, value_width) - 1).bit_length())
-        q, k, v = (
-            functional.pad(x, (0, padded - x.shape[-1])).transpose(0, 1).unsqueeze(0) for x in (q_THD, k_TKD, v_TKD)
-        )
+        q, k, v = (_widen(x, padded).transpose(0, 1).unsqueeze(0) for x in (q_THD, k_TKD, v_TKD))
         kind = _Kind(
             scale=width**-0.5 if variant.scale is None else variant.scale, softcap=variant.softcap,
             windowed=variant.window is not None, with_lse=variant.sinks is not None,
@@ -115,9 +115,10 @@ class FlexKernel:
             gradients=(torch.is_grad_enabled(), *(x.requires_grad for x in (q, k, v))), short=tokens <= _BLOCK,
         )  # fmt: skip
         for x in (q, k, v):
-            torch._dynamo.maybe_mark_dynamic(x, 2)
             torch._dynamo.mark_static(x, [0, 1, 3])
-        out, lse = _attend_of(kind, self._backend)(q, k, v, self._blocks_of(cu_seqlens, tokens, variant.window))
+        blocks = self._blocks_of(cu_seqlens, tokens, variant.window)
+        with _symbols.patch(use_duck_shape=False):  # type: ignore[attr-defined]  # torch adds it when it is imported
+            out, lse = _attend_of(kind, self._backend)(q, k, v, blocks)
         if variant.sinks is not None and lse is not None:
             out = (out * torch.sigmoid(lse - variant.sinks.to(lse.dtype)[None, :, None])[..., None]).to(out.dtype)
         return out[0, ..., :value_width].transpose(0, 1)
@@ -163,6 +164,11 @@ def _attend_of(kind: _Kind, backend: _Backend) -> _Attend:
     return own
 
 
+def _widen(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Return ``x`` with zeros up to ``width``; by itself ``pad`` copies even where there is nothing to add."""
+    return x if x.shape[-1] == width else functional.pad(x, (0, width - x.shape[-1]))
+
+
 def _label(kind: _Kind) -> str:
     """Return a name for ``kind`` that no other has."""
     return "_".join(str(getattr(kind, name)) for name in kind.__slots__)
@@ -199,16 +205,11 @@ def list_blocks(cu_seqlens: torch.Tensor, tokens: int, window: int | None) -> Bl
     whole = torch.minimum((whole_from + _BLOCK - 1) // _BLOCK, block)  # first block that is seen whole
     # in part: the block itself, then those before the whole ones; the rest of each row is not read
     partial = torch.where(block == 0, block[:, None], (lowest[:, None] + block - 1).clamp(max=block.numel() - 1))
-    lists = (whole - lowest + 1, partial, block - whole, (whole[:, None] + block).clamp(max=block.numel() - 1))
-    blocks = BlockMask.from_kv_blocks(
-        # the cast comes last, so that these are no views: the compiler looks at the sizes of what a view is of
-        *(x[None, None].int() for x in lists),
+    return BlockMask.from_kv_blocks(
+        (whole - lowest + 1).int()[None, None], partial.int()[None, None],
+        (block - whole).int()[None, None], (whole[:, None] + block).clamp(max=block.numel() - 1).int()[None, None],
         BLOCK_SIZE=_BLOCK, mask_mod=_sample_rule(sample, window), seq_lengths=(tokens, tokens),
     )  # fmt: skip
-    for part in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"):
-        for x in (getattr(blocks, part), getattr(blocks, f"full_{part}")):
-            torch._dynamo.maybe_mark_dynamic(x, list(range(2, x.dim())))
-    return blocks
 
 
 def _sample_rule(sample: torch.Tensor, window: int | None) -> Callable[..., torch.Tensor]:
