@@ -26,14 +26,16 @@ Legend: ``T`` tokens, ``D`` inputs, ``N`` outputs, ``R`` LoRA rank.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
-__all__ = ["LoraLayer", "lora_gated_mlp", "lora_linear"]
+__all__ = ["LoraLayer", "linear_of", "lora_gated_mlp", "lora_linear"]
 
 Weight = Callable[[torch.dtype], torch.Tensor]
-Tensors = tuple[torch.Tensor | None, ...]
+# tensors, or None for what a layer does not have
+Tensors = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class LoraLayer:
         return self.bias, self.down, self.up
 
 
-def _to(x: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+def _to(x: Any, dtype: torch.dtype) -> Any:
     return None if x is None else x.to(dtype)
 
 
@@ -81,15 +83,15 @@ def _forward(x_TD: torch.Tensor, layer: LoraLayer, parts: Tensors) -> tuple[torc
 
 def _backward(
     dy_TN: torch.Tensor,
-    x_TD: torch.Tensor | None,
+    x_TD: Any,
     layer: LoraLayer,
     parts: Tensors,
     kept: Tensors,
     wanted: Sequence[bool],
-    dx_TD: torch.Tensor | None,
+    dx_TD: Any,
     *,
     wants_dx: bool,
-) -> tuple[torch.Tensor | None, Tensors]:
+) -> tuple[Any, Tensors]:
     """Return ``dx_TD`` with this layer's part added (a new matrix where it is None), and the gradients of ``parts``."""
     bias, down, up = parts
     mask, u_TR = kept
@@ -244,3 +246,16 @@ def lora_gated_mlp(
     layers = (gate, up, down)
     parts = [part for layer in layers for part in layer.tensors()]
     return _GatedMLP.apply(_in_compute_dtype(x), layers, (glu, glu_backward), *parts)
+
+
+def linear_of(
+    x: torch.Tensor, weight: Callable[[torch.dtype], torch.Tensor], bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return ``x W^T + b`` for a frozen weight that is asked for anew in the backward, not kept.
+
+    Args:
+        x: ``[..., D]``, any strides.
+        weight: As :attr:`LoraLayer.weight`.
+        bias: ``[N]`` or None.
+    """
+    return lora_linear(x, [LoraLayer(weight=weight, bias=bias)])[0]

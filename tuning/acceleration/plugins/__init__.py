@@ -10,5 +10,9 @@ __all__ = ["BUILTIN"]
 BUILTIN: dict[str, str] = {
     "padding_free": "tuning.acceleration.plugins.padding_free:PaddingFreePlugin",
     "multipack": "tuning.acceleration.plugins.multipack:MultiPackPlugin",
+    "bnb_qlora": "tuning.acceleration.plugins.quantized_peft:BNBQLoraPlugin",
+    "auto_gptq": "tuning.acceleration.plugins.quantized_peft:AutoGPTQPlugin",
     "fast_kernels": "tuning.acceleration.plugins.fast_kernels:FastKernelsPlugin",
+    # after fast_kernels: its MLP block goes over that plugin's, and holds the same activation kernel
+    "fused_lora": "tuning.acceleration.plugins.fused_lora:FusedLoraPlugin",
 }
