@@ -86,8 +86,7 @@ def test_the_script_prints_a_line_for_each_run(script, tmp_path, capsys, wrap):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[1, 2", "cannot be read (Expecting ',' delimiter: line 1 column 6 (char 5)); give a JSON list of tokens a "
-         "sample"),
+        (
             "[1, 2",
             "cannot be read (Expecting ',' delimiter: line 1 column 6 (char 5)); give a JSON list of tokens a sample",
         ),
