@@ -103,6 +103,18 @@ def test_blocks_are_listed_once_a_batch_and_window():
     assert kernel._blocks_of(boundaries([3, 4]), 7, None) is not first
 
 
+def test_blocks_are_listed_anew_when_boundaries_are_written_over():
+    """A loop with fixed buffers keeps the tensor and changes what is in it."""
+    kernel = FlexKernel(backend=None)
+    cu_seqlens = boundaries([3, 4])
+    first = kernel._blocks_of(cu_seqlens, 7, None)
+    cu_seqlens.copy_(boundaries([5, 2]))
+    assert kernel._blocks_of(cu_seqlens, 7, None) is not first
+    with torch.inference_mode():
+        fixed = boundaries([3, 4])
+        assert kernel._blocks_of(fixed, 7, None) is not kernel._blocks_of(fixed, 7, None)
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_full_widths_are_not_copied(monkeypatch):
     given = []
@@ -192,9 +204,9 @@ def _attend_with_many_caps(backend):
         kernel(q, k, v, boundaries(lengths), 100, Variant(softcap=float(cap)))
 
 
+@torch._dynamo.config.patch(recompile_limit=2)
 def test_many_kinds_of_layers_in_one_process(graphs, monkeypatch):
     seen, backend = graphs
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     _attend_with_many_caps(backend)
     assert len(seen) == 4
     flex._attend_of.cache_clear()

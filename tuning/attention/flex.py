@@ -91,6 +91,7 @@ class FlexKernel:
     def __init__(self, *, backend: _Backend = "inductor") -> None:
         self._backend = backend
         self._cu_seqlens: torch.Tensor | None = None
+        self._version = -1
         self._blocks: dict[int | None, BlockMask] = {}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled in itself; the cache is host work
@@ -124,9 +125,13 @@ class FlexKernel:
         return out[0, ..., :value_width].transpose(0, 1)
 
     def _blocks_of(self, cu_seqlens: torch.Tensor, tokens: int, window: int | None) -> BlockMask:
-        """Return the blocks of this batch and window, listed at its first layer."""
-        if self._cu_seqlens is not cu_seqlens:
-            self._cu_seqlens, self._blocks = cu_seqlens, {}
+        """Return the blocks of this batch and window, listed at its first layer.
+
+        Boundaries may be written over in place, which counts up a tensor's version; those of inference mode have none.
+        """
+        version = -1 if cu_seqlens.is_inference() else cu_seqlens._version
+        if self._cu_seqlens is not cu_seqlens or version != self._version or version < 0:
+            self._cu_seqlens, self._version, self._blocks = cu_seqlens, version, {}
         if window not in self._blocks:
             self._blocks[window] = list_blocks(cu_seqlens, tokens, window)
         return self._blocks[window]
