@@ -123,3 +123,12 @@ def test_a_mean_of_means_breaks_the_contract(inputs, reference, tmp_path, monkey
     )  # fmt: skip
     with pytest.raises(AssertionError):
         check_equal(result, reference)
+
+
+@pytest.mark.parametrize("kwargs", [None, {"use_reentrant": True}, {"use_reentrant": False}])
+def test_recomputed_activations(kwargs, inputs, reference, tmp_path):
+    result = one_step(
+        inputs["model"], inputs["data"], str(tmp_path / "out"), flags={"padding_free": True},
+        per_device_train_batch_size=8, gradient_checkpointing="true", gradient_checkpointing_kwargs=kwargs,
+    )  # fmt: skip
+    check_equal(result, reference)

@@ -21,6 +21,7 @@ import trl
 from tuning.errors import CheckpointError, ConfigError
 from tuning.logs import logger
 from tuning.seats import Loss, LossTerms, Seats
+from tuning.trainers.checkpointing import choose_checkpointing_
 from tuning.trainers.checkpoints import write_run_state
 from tuning.trainers.loaders import (
     FillerBatch,
@@ -76,6 +77,7 @@ class SFTTrainer(trl.SFTTrainer):
         preprocess_logits_for_metrics: Callable[..., torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
         args.dataset_kwargs = {"skip_prepare_dataset": True}
+        choose_checkpointing_(args, model)
         if args.dataloader_pin_memory:
             # Hugging Face's own loader waits for each copy to the device otherwise
             args.accelerator_config.non_blocking = True
@@ -113,6 +115,7 @@ class SFTTrainer(trl.SFTTrainer):
         self.train_seconds = 0.0
         self.resumed_tokens = 0.0  # real tokens of the run before this process
         self._warned_without_target = False
+        self._last_metered_step = 0
 
     # ---- data ----
 
@@ -303,6 +306,10 @@ class SFTTrainer(trl.SFTTrainer):
             "padding_share": round(counts.padding_share, 4),
             "tokens_per_second": round(counts.real / seconds, 1) if seconds > 0 else math.nan,
         }
+        sampler_meters = getattr(self.batch_sampler, "meters", None)
+        if sampler_meters is not None and self.state.global_step > self._last_metered_step:
+            meters |= sampler_meters(self._last_metered_step, self.state.global_step)
+        self._last_metered_step = self.state.global_step
         if self.aux_loss_enabled:
             meters["aux_loss"] = counts.aux_loss / max(counts.micro_steps, 1)
         if self.args.device.type == "cuda":
