@@ -3,8 +3,8 @@
 The layer knows what is stored, not how it is computed: the two functions it needs (unpack a weight; multiply by a
 weight that is asked for again in the backward) are handed in, so that models stay free of kernels.
 
-It has no attribute ``weight`` on purpose. Code that would add to it (merging an adapter) would change a matrix that
-is dropped at once; without the attribute it fails instead.
+Its ``weight`` is None on purpose. Code that would add to it (merging an adapter) would change a matrix that is dropped
+at once; so it fails instead.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class GPTQKernels:
 class GPTQLinear(nn.Linear):
     """A frozen linear layer over packed weights.
 
-    A subclass of ``nn.Linear``, so that whoever looks for linear layers finds it; it has no ``weight``.
+    A subclass of ``nn.Linear``, so that whoever looks for linear layers finds it; its ``weight`` is None.
 
     Args:
         in_features: Inputs.
@@ -138,6 +138,7 @@ class GPTQLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
         self.form, self.kernels = form, kernels
+        self.register_parameter("weight", None)
         per_word, groups = 32 // form.bits, form.num_groups(in_features)
         # parameters, not buffers: DDP sends buffers anew before every forward
         for name, shape, of in (

@@ -197,14 +197,15 @@ def _fill_(
         if current.shape != tensor.shape:
             misfits.append(f"{key} is {list(tensor.shape)} and must be {list(current.shape)}")
             continue
-        of = dtype if tensor.is_floating_point() else tensor.dtype
+        # scales stay as they are stored: a weight is rounded once, after the product
+        of = dtype if tensor.is_floating_point() and owner[1] != "scales" else tensor.dtype
         owner[0]._parameters[owner[1]] = nn.Parameter(tensor.to(device, of), requires_grad=tensor.is_floating_point())
     for module in model.modules():
         if isinstance(module, GPTQLinear):
             _finish_(module, device)
     model.tie_weights()
     missing = [key for key, parameter in model.named_parameters() if parameter.is_meta]
-    for what, found in (("lacks", missing), ("has weights of other sizes than its config.json says:", misfits)):
+    for what, found in (("has weights of other sizes than its config.json says:", misfits), ("lacks", missing)):
         if found:
             raise ModelError(
                 f"The checkpoint {name} {what} {', '.join(found[:3])}{', ...' * (len(found) > 3)}; give a complete "

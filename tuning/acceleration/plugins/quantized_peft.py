@@ -30,6 +30,8 @@ __all__ = ["AutoGPTQPlugin", "BNBQLoraPlugin"]
 
 # what --auto_gptq passes on of the keyword arguments of from_pretrained
 _GPTQ_KWARGS = frozenset({"attn_implementation", "dtype", "revision", "trust_remote_code"})
+# of peft's init_lora_weights, those that do not read the base weight
+_STARTS = (True, False, "gaussian")
 
 
 class BNBQLoraPlugin(AccelerationPlugin[BNBQLoraConfig]):
@@ -142,8 +144,16 @@ def _check_lora(flag: str, facts: Facts) -> None:
             f"{flag} loads a quantised base, which cannot be trained itself, and this run trains no LoRA adapters; add "
             f"--peft_method lora or drop {flag}"
         )
-    if getattr(facts.peft_config, "use_dora", False) and flag == "--auto_gptq":
+    if flag != "--auto_gptq":
+        return
+    if getattr(facts.peft_config, "use_dora", False):
         raise PluginError("--use_dora reads the base weight, which --auto_gptq keeps packed; drop one of them")
+    start = getattr(facts.peft_config, "init_lora_weights", True)
+    if start not in _STARTS:
+        raise PluginError(
+            f"init_lora_weights {start} starts adapters from the base weight, which --auto_gptq keeps packed; use "
+            "true or gaussian"
+        )
 
 
 def _check_sharding(flag: str, facts: Facts) -> None:
