@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import gc
 import json
+import math
 import random
 import tempfile
 import time
@@ -112,11 +113,12 @@ def read_lengths(path: str | None, count: int) -> list[int]:
     """Return ``count`` lengths: those of a JSON file (``{"lengths": [...]}``) up to the longest, or log-normal."""
     draw = random.Random(0)
     if path is None:
-        lengths = [round(_MEDIAN * 2.718281828 ** draw.gauss(0, _SIGMA)) for _ in range(4 * count)]
-    else:
-        lengths = json.loads(Path(path).read_text(encoding="utf-8"))["lengths"]
-        draw.shuffle(lengths)
-    return [length for length in lengths if _SHORTEST <= length <= _LONGEST][:count]
+        drawn = (round(_MEDIAN * math.exp(draw.gauss(0, _SIGMA))) for _ in range(4 * count))
+        return [length for length in drawn if _SHORTEST <= length <= _LONGEST][:count]
+    lengths = json.loads(Path(path).read_text(encoding="utf-8"))["lengths"]
+    lengths = [length for length in lengths if length <= _LONGEST]
+    draw.shuffle(lengths)
+    return lengths[:count]
 
 
 def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:

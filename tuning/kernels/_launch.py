@@ -2,6 +2,10 @@
 
 The Triton kernels run on a GPU, and on the CPU when Triton was imported under its interpreter (``TRITON_INTERPRET=1``).
 Everywhere else the public functions use ``reference``.
+
+Triton compiles a kernel anew when an integer argument becomes 1 or divisible by 16, which takes a second in the middle
+of a run. Arguments that change with the tokens of a batch are therefore declared ``do_not_specialize``; strides, which
+loads are widened by, are not.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -57,7 +57,7 @@ class Launch(NamedTuple):
     stages: int = 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_fwd_kernel(
     x_ptr,
     w_ptr,
@@ -88,7 +88,7 @@ def _rms_norm_fwd_kernel(
     tl.store(y_ptr + rows[:, None] * D + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_bwd_kernel(
     dy_ptr,
     x_ptr,
@@ -130,7 +130,7 @@ def _rms_norm_bwd_kernel(
         tl.store(dw_partial_ptr + pid_long * D + cols, tl.sum(dw, axis=0), mask=cols < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_partials"])
 def _rms_norm_bwd_sum_kernel(
     dw_partial_ptr, dw_ptr, num_partials, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr
 ):

@@ -69,7 +69,7 @@ def _rotate(
         tl.store(y_ptr + heads * y_head_stride + 2 * HALF + rest, kept, mask=rest_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["position_batch_stride", "row_length"])
 def _rope_kernel(
     q_ptr,
     k_ptr,
