@@ -40,6 +40,8 @@ STEPS = "a whole number of steps from 1, or a share of all steps below 1"
         ("save_steps", "-1", "-1.0", STEPS),
         ("dataloader_num_workers", "-1", "-1", "a whole number from 0"),
         ("embedding_size_multiple_of", "0", "0", COUNT),
+        ("pad_to_multiple_of", "0", "0", COUNT),
+        ("pad_to_multiple_of", "-8", "-8", COUNT),
         ("preprocessing_num_workers", "0", "0", COUNT),
     ],
 )

@@ -92,7 +92,12 @@ LORA = ["--peft_method", "lora"]
          "--target_modules is empty; name modules, or all-linear"),
         # precision
         (["--fp16", "--bf16"], "--fp16 and --bf16 are both true; keep one"),
-        (["--fp16_full_eval", "--bf16_full_eval"], "--fp16_full_eval and --bf16_full_eval are both true; keep one"),
+        (["--fp16_full_eval"],
+         "--fp16_full_eval true casts the model for an evaluation after training, and this run evaluates while it "
+         "trains; drop it"),
+        (["--bf16_full_eval"],
+         "--bf16_full_eval true casts the model for an evaluation after training, and this run evaluates while it "
+         "trains; drop it"),
         (["--torch_dtype", "int8"],
          "--torch_dtype is int8, but takes one of auto, bfloat16, float16, float32; correct the value"),
         (["--torch_dtype", "bfloat16", "--fp16"],
@@ -142,6 +147,24 @@ LORA = ["--peft_method", "lora"]
         (["--liger_kernel_config", '{"rope": true}'],
          '--liger_kernel_config {"rope": true} chooses among Liger\'s kernels, which are not used; name kernels with '
          "--fast_kernels"),
+        (["--save_strategy", "best", "--metric_for_best_model", "loss"],
+         "--save_strategy best saves after evaluations, but --eval_strategy is no, so nothing would be saved; set "
+         "--eval_strategy, or --save_strategy to steps or epoch"),
+        (["--save_strategy", "best", "--eval_strategy", "steps", "--validation_split", "0.1"],
+         "--save_strategy best compares a metric, but none is named; give --metric_for_best_model, such as loss"),
+        (["--load_best_model_at_end", "--save_strategy", "no", "--eval_strategy", "epoch", "--validation_split", "0.1"],
+         "--load_best_model_at_end needs a checkpoint at each evaluation, but --save_strategy is no and "
+         "--eval_strategy epoch; set both to the same"),
+        (["--do_eval"],
+         "--do_eval asks for evaluation, but --eval_strategy is no; set it to steps or epoch, or drop --do_eval"),
+        (["--do_train", "false"],
+         "--do_train false asks not to train, which is all that this command does; drop it"),
+        (["--loss_type", "dft", "--label_smoothing_factor", "0.1"],
+         "--label_smoothing_factor smooths the targets of --loss_type nll, but --loss_type is dft, which weighs them; "
+         "drop one of them"),
+        (["--gradient_checkpointing", "--gradient_checkpointing_kwargs", '{"use_reentrant": false, "foo": 1}'],
+         "--gradient_checkpointing_kwargs has foo, which torch.utils.checkpoint does not take; it takes use_reentrant, "
+         "preserve_rng_state, determinism_check, debug, context_fn, early_stop"),
         (["--do_predict"],
          "--do_predict true asks for predictions, which a training run does not make; drop it"),
     ],
@@ -180,7 +203,20 @@ def test_streaming_with_multipack(tmp_path):
         ["--response_template", "A:", "--instruction_template", "Q:", "--dataset_text_field", "text"],
         ["--data_formatter_template", "{{q}} {{a}}"],
         ["--pad_to_multiple_of", "8"],
-        ["--loss_type", "dft", "--label_smoothing_factor", "0.1", "--neftune_noise_alpha", "5"],
+        ["--loss_type", "dft", "--neftune_noise_alpha", "5", "--do_train"],
+        ["--label_smoothing_factor", "0.1", "--loss_type", "nll"],
+        ["--gradient_checkpointing_kwargs", '{"use_reentrant": true, "preserve_rng_state": false}'],
+        [
+            "--save_strategy",
+            "best",
+            "--metric_for_best_model",
+            "loss",
+            "--eval_strategy",
+            "epoch",
+            "--validation_split",
+            "0.1",
+            "--do_eval",
+        ],
         ["--torch_compile", "--push_to_hub", "--train_sampling_strategy", "group_by_length"],
         ["--truncation_mode", "keep_start", "--shuffle_dataset", "false", "--do_predict", "false"],
     ],

@@ -174,3 +174,29 @@ def test_a_name_that_is_no_field(make):
 def test_they_can_be_written_as_json(make):
     written = json.loads(make(gradient_checkpointing="true").to_json_string())
     assert written["gradient_checkpointing"] is True
+
+
+def test_offloading_needs_a_gpu(make):
+    with pytest.raises(ConfigError) as caught:
+        make(activation_offloading=True)
+    assert str(caught.value) == (
+        "--activation_offloading moves activations from the GPU to the CPU, and this run is on the CPU; drop it"
+    )
+
+
+def test_a_tracker_that_is_none(make):
+    with pytest.raises(ConfigError) as caught:
+        make(report_to="notebook")
+    text = str(caught.value)
+    assert text.startswith("--report_to names notebook, which is no tracker; name one of azure_ml, ")
+    assert text.endswith(", wandb, all, or none")
+
+
+def test_a_tracker_that_is_not_installed(make, monkeypatch):
+    monkeypatch.setattr("tuning.trainers.arguments.get_available_reporting_integrations", lambda: ["mlflow"])
+    with pytest.raises(ConfigError) as caught:
+        make(report_to=["mlflow", "wandb"])
+    assert str(caught.value) == (
+        "--report_to names wandb, but its package is not installed; pip install wandb, or use --report_to none"
+    )
+    assert make(report_to="mlflow").report_to == ["mlflow"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 
 import pytest
@@ -12,9 +13,19 @@ from torch.utils.data import BatchSampler
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from tests.tiny import PAD
-from tests.trainers.harness import COLLATORS, dataset
+from tests.trainers.harness import COLLATORS, arguments, dataset
 from tuning.data.collators import FlattenedCollator, PaddedCollator
-from tuning.trainers.loaders import FillerBatch, SequentialBatches, ShuffledBatches, build_eval_loader, build_loader
+from tuning.errors import ConfigError
+from tuning.trainers.arguments import TrainingArguments
+from tuning.trainers.loaders import (
+    FillerBatch,
+    SequentialBatches,
+    ShuffledBatches,
+    build_eval_loader,
+    build_loader,
+    check_size,
+    loader_options,
+)
 
 ROWS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11], [12, 13, 14]]
 
@@ -131,3 +142,36 @@ def test_shuffled_batches_hold_each_sample_once_over_all_ranks(world_size):
 def test_shuffled_batches_differ_by_epoch_and_drop_the_last_step_when_asked():
     assert shuffled(11, epoch=0) != shuffled(11, epoch=1)
     assert [len(batch) for batch in shuffled(11, world_size=2, drop_last=True)[1]] == [2, 2]
+
+
+def options(tmp_path, **values):
+    return loader_options(arguments(tmp_path, **values))
+
+
+def test_each_flag_of_the_workers_reaches_the_loader(tmp_path):
+    """A flag that is accepted and not passed on would change nothing, and nobody would be told."""
+    assert options(tmp_path) == {"num_workers": 0, "pin_memory": False}
+    assert options(
+        tmp_path, dataloader_num_workers=2, dataloader_prefetch_factor=3, dataloader_persistent_workers=True,
+        dataloader_multiprocessing_context="spawn", dataloader_in_order=False,
+    ) == {
+        "num_workers": 2, "pin_memory": False, "persistent_workers": True, "prefetch_factor": 3,
+        "multiprocessing_context": "spawn", "in_order": False,
+    }  # fmt: skip
+    named = {item.name for item in dataclasses.fields(TrainingArguments) if item.name.startswith("dataloader_")}
+    # the last is the batch sampler's
+    assert named == {f"dataloader_{name}" for name in options(tmp_path, dataloader_num_workers=1)} | {
+        "dataloader_drop_last"
+    }
+
+
+def test_a_step_that_no_samples_fill(tmp_path):
+    rows = dataset([[1, 2, 3]] * 3)
+    with pytest.raises(ConfigError) as caught:
+        check_size(rows, arguments(tmp_path, dataloader_drop_last=True, per_device_train_batch_size=4))
+    assert str(caught.value) == (
+        "--dataloader_drop_last leaves nothing to train on: there are 3 samples, and a full step takes 4 (4 on each of "
+        "1 ranks); drop the flag or lower --per_device_train_batch_size"
+    )
+    check_size(rows, arguments(tmp_path, dataloader_drop_last=True, per_device_train_batch_size=3))
+    check_size(rows, arguments(tmp_path, per_device_train_batch_size=4))

@@ -57,6 +57,7 @@ _TRAIN: Final[dict[str, tuple[str, _Test]]] = {
     "max_length": ("a whole number from 2", _at_least(2)),
     "max_steps": ("-1 for no limit, or a whole number from 1", lambda value: value == -1 or value >= 1),
     "neftune_noise_alpha": ("a number above 0", _above(0)),
+    "pad_to_multiple_of": _COUNT,
     "per_device_eval_batch_size": _COUNT,
     "per_device_train_batch_size": _COUNT,
     "router_aux_loss_coef": _FROM_0,

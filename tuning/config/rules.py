@@ -25,10 +25,18 @@ _UNSUPPORTED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
         (None,),
         "sets options of TRL's data preparation, which is not used; drop it (rows with input_ids are never tokenized)",
     ),
+    "bf16_full_eval": (
+        (None, False),
+        "casts the model for an evaluation after training, and this run evaluates while it trains; drop it",
+    ),
     "do_predict": ((None, False), "asks for predictions, which a training run does not make; drop it"),
     "eval_packing": (
         (None, False),
         "joins samples of the evaluation, which is not supported; drop it (--padding_free holds for evaluation too)",
+    ),
+    "fp16_full_eval": (
+        (None, False),
+        "casts the model for an evaluation after training, and this run evaluates while it trains; drop it",
     ),
     "liger_kernel_config": (
         (None,),
@@ -52,6 +60,8 @@ _UNSUPPORTED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     ),
 }
 _BASES: Final[Mapping[str, str]] = {"auto_gptq": "--auto_gptq", "bitsandbytes": "--bitsandbytes (--bnb_qlora)"}
+# options of torch.utils.checkpoint.checkpoint
+_CHECKPOINTING = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "context_fn", "early_stop")
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -218,8 +228,6 @@ def _check_precision(config: RunConfig) -> list[str]:
     fp16, bf16 = read(config, "fp16") is True, read(config, "bf16") is True
     if fp16 and bf16:
         problems.append("--fp16 and --bf16 are both true; keep one")
-    if read(config, "fp16_full_eval") is True and read(config, "bf16_full_eval") is True:
-        problems.append("--fp16_full_eval and --bf16_full_eval are both true; keep one")
     if dtype is not None and dtype not in _DTYPES:
         problems.append(f"--torch_dtype is {dtype}, but takes one of {', '.join(_DTYPES)}; correct the value")
     for flag, on, other in (("fp16", fp16, "bfloat16"), ("bf16", bf16, "float16")):
@@ -265,6 +273,53 @@ def _check_evaluation(config: RunConfig) -> list[str]:
         )
     if data.validation_data_path is not None and data.validation_split > 0:
         problems.append("--validation_data_path and --validation_split both make validation data; keep one")
+    return [*problems, *_check_best(config, strategy)]
+
+
+def _check_best(config: RunConfig, strategy: str) -> list[str]:
+    """Check what needs evaluations that are made: upstream finds out after loading the model, or never."""
+    problems = []
+    saving = read(config, "save_strategy") or "steps"
+    if strategy == "no":
+        if saving == "best":
+            problems.append(
+                "--save_strategy best saves after evaluations, but --eval_strategy is no, so nothing would be saved; "
+                "set --eval_strategy, or --save_strategy to steps or epoch"
+            )
+        if read(config, "do_eval") is True:
+            problems.append(
+                "--do_eval asks for evaluation, but --eval_strategy is no; set it to steps or epoch, or drop --do_eval"
+            )
+    elif saving == "best" and read(config, "metric_for_best_model") is None:
+        problems.append(
+            "--save_strategy best compares a metric, but none is named; give --metric_for_best_model, such as loss"
+        )
+    elif read(config, "load_best_model_at_end") is True and saving not in ("best", strategy):
+        problems.append(
+            f"--load_best_model_at_end needs a checkpoint at each evaluation, but --save_strategy is {saving} and "
+            f"--eval_strategy {strategy}; set both to the same"
+        )
+    return problems
+
+
+def _check_training(config: RunConfig) -> list[str]:
+    """Check flags of which one takes the effect of another, or upstream takes the effect silently."""
+    problems = []
+    if read(config, "loss_type") == "dft" and (read(config, "label_smoothing_factor") or 0) > 0:
+        problems.append(
+            "--label_smoothing_factor smooths the targets of --loss_type nll, but --loss_type is dft, which weighs "
+            "them; drop one of them"
+        )
+    if "do_train" in config.given and read(config, "do_train") is False:
+        problems.append("--do_train false asks not to train, which is all that this command does; drop it")
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        options = read(config, name)
+        unknown = [key for key in options if key not in _CHECKPOINTING] if isinstance(options, Mapping) else []
+        if unknown:
+            problems.append(
+                f"--{name} has {', '.join(map(str, unknown))}, which torch.utils.checkpoint does not take; it takes "
+                f"{', '.join(_CHECKPOINTING)}"
+            )
     return problems
 
 
@@ -308,6 +363,7 @@ RULES: Final[tuple[Callable[[RunConfig], list[str]], ...]] = (
     _check_peft,
     _check_precision,
     _check_evaluation,
+    _check_training,
     _check_text,
     check_numbers,
     _check_unsupported,

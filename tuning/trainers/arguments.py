@@ -8,11 +8,13 @@ ours has a flag of that name, or the plugins decide it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from trl import SFTConfig
 
 from tuning.errors import ConfigError
@@ -64,13 +66,17 @@ class TrainingArguments(SFTConfig):
         """Resolve our own choices, then let TRL and transformers resolve theirs.
 
         Raises:
-            ConfigError: If ``gradient_checkpointing`` is no known word, its two names contradict each other, or fp16
-                is asked for on the CPU.
+            ConfigError: If ``gradient_checkpointing`` is no known word, its two names contradict each other, fp16 or
+                offloading is asked for on the CPU, or a tracker is unknown or not installed.
         """
         on_cpu = self.use_cpu or not torch.cuda.is_available()
         if self.fp16 and on_cpu:
             raise ConfigError(
                 "--fp16 needs a GPU, and this run is on the CPU; drop it, or use --bf16 true, which the CPU can do"
+            )
+        if self.activation_offloading and on_cpu:
+            raise ConfigError(
+                "--activation_offloading moves activations from the GPU to the CPU, and this run is on the CPU; drop it"
             )
         if getattr(self, "bf16", None) is None and on_cpu:
             # TRL's default, mixed bfloat16, raises there or costs time
@@ -78,6 +84,7 @@ class TrainingArguments(SFTConfig):
         wanted, self.is_checkpointing_auto = _read_checkpointing(self.gradient_checkpointing, on_cpu=on_cpu)
         self._set_checkpointing(wanted)
         super().__post_init__()
+        _check_trackers(self.report_to)
 
     def _set_checkpointing(self, wanted: bool) -> None:  # noqa: FBT001 - private
         names = {item.name for item in dataclasses.fields(self)}
@@ -114,6 +121,21 @@ def _read_checkpointing(value: object, *, on_cpu: bool) -> tuple[bool, bool]:
     if str(value).lower() not in words:
         raise ConfigError(f"--gradient_checkpointing {value} is not known; use true, false or auto")
     return words[str(value).lower()], False
+
+
+def _check_trackers(names: Sequence[str] | str) -> None:
+    """Refuse trackers that are unknown or not installed; upstream does so after the model was loaded."""
+    known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+    # transformers has no test for these two
+    installed = {*get_available_reporting_integrations(), "azure_ml", "flyte"}
+    for name in [names] if isinstance(names, str) else names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            raise ConfigError(f"--report_to names {name}, which is no tracker; name one of {known}, all, or none")
+        if name not in installed:
+            raise ConfigError(
+                f"--report_to names {name}, but its package is not installed; pip install {name}, or use --report_to "
+                "none"
+            )
 
 
 def build(values: Mapping[str, Any]) -> TrainingArguments:

@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.data_loader import DataLoaderShard
 from datasets import IterableDataset
 from torch.utils.data import DataLoader, Sampler
 
 from tuning.data.sampler import plain_order
+from tuning.errors import ConfigError
+from tuning.trainers.loss import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,8 +34,10 @@ __all__ = [
     "ShuffledBatches",
     "build_eval_loader",
     "build_loader",
+    "check_size",
     "loader_options",
     "plain_batches",
+    "to_rows",
 ]
 
 
@@ -114,6 +119,23 @@ class ShuffledBatches(SequentialBatches):
         self.epoch = epoch
 
 
+def check_size(dataset: Dataset | IterableDataset, args: TrainingArguments) -> None:
+    """Refuse ``dataloader_drop_last`` where it drops every sample: such a run trains on nothing and says it finished.
+
+    Raises:
+        ConfigError: If the samples fill no step.
+    """
+    if not args.dataloader_drop_last or isinstance(dataset, IterableDataset):
+        return
+    samples_a_step = args.train_batch_size * args.world_size
+    if len(dataset) < samples_a_step:
+        raise ConfigError(
+            f"--dataloader_drop_last leaves nothing to train on: there are {len(dataset)} samples, and a full step "
+            f"takes {samples_a_step} ({args.train_batch_size} on each of {args.world_size} ranks); drop the flag or "
+            "lower --per_device_train_batch_size"
+        )
+
+
 def plain_batches(dataset: Dataset | IterableDataset, args: TrainingArguments) -> ShuffledBatches | None:
     """Return this rank's batches in Hugging Face's order; None where another order or splitting was asked for."""
     loading = args.accelerator_config
@@ -146,6 +168,8 @@ def loader_options(args: TrainingArguments) -> dict[str, Any]:
     if args.dataloader_num_workers > 0:
         options["persistent_workers"] = args.dataloader_persistent_workers
         options["prefetch_factor"] = args.dataloader_prefetch_factor
+        options["multiprocessing_context"] = args.dataloader_multiprocessing_context
+        options["in_order"] = args.dataloader_in_order
     return options
 
 
@@ -187,3 +211,20 @@ def build_eval_loader(
         options: As in :func:`build_loader`.
     """
     return DataLoaderShard(dataset, batch_sampler=batches, collate_fn=_SeatCollator(collator), **options)
+
+
+def to_rows(batch: torch.Tensor, lengths: list[int] | None, num_rows: int) -> torch.Tensor:
+    """Return ``batch`` with one row a sample, rows padded by -100 and rows of -100 up to ``num_rows``.
+
+    Args:
+        batch: ``[B, S, ...]``, or ``[1, T, ...]`` where samples lie end to end.
+        lengths: Tokens of each sample of a flattened batch; None: it has rows already.
+        num_rows: Rows wanted.
+    """
+    if lengths is not None:
+        rows = list(torch.split(batch[0], lengths))
+        batch = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=IGNORE_INDEX)
+    missing = num_rows - batch.shape[0]
+    if missing <= 0:
+        return batch
+    return torch.cat([batch, batch.new_full((missing, *batch.shape[1:]), IGNORE_INDEX)])

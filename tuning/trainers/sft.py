@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import trl
 
-from tuning.errors import CheckpointError, ConfigError
 from tuning.logs import logger
 from tuning.seats import Loss, LossTerms, Seats
+from tuning.trainers import refusals
 from tuning.trainers.checkpointing import choose_checkpointing_
 from tuning.trainers.checkpoints import write_run_state
 from tuning.trainers.loaders import (
@@ -28,8 +28,10 @@ from tuning.trainers.loaders import (
     SequentialBatches,
     build_eval_loader,
     build_loader,
+    check_size,
     loader_options,
     plain_batches,
+    to_rows,
 )
 from tuning.trainers.loss import IGNORE_INDEX, HeadLoss
 from tuning.trainers.metrics import Counts, Meter, Stopwatch
@@ -47,6 +49,11 @@ __all__ = ["SFTTrainer"]
 
 _log = logger(__name__)
 _GIB = 2**30
+_NO_TARGET = "an optimizer step up to step %d had no token to train on: every label was %d; its loss counts as 0"
+_NOT_FINITE = (
+    "the loss is %s up to step %d: weights are, or became, no finite numbers; lower --learning_rate, use --torch_dtype "
+    "float32 or bfloat16, or look at the checkpoint"
+)
 
 
 class SFTTrainer(trl.SFTTrainer):
@@ -76,6 +83,9 @@ class SFTTrainer(trl.SFTTrainer):
         compute_metrics: Callable[..., dict[str, float]] | None = None,
         preprocess_logits_for_metrics: Callable[..., torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
+        check_size(train_dataset, args)
+        if compute_metrics is None and not isinstance(eval_dataset, dict):
+            refusals.check_best_metric(args)
         args.dataset_kwargs = {"skip_prepare_dataset": True}
         choose_checkpointing_(args, model)
         if args.dataloader_pin_memory:
@@ -84,17 +94,18 @@ class SFTTrainer(trl.SFTTrainer):
         # upstream turns the cache of generation off in the config, which is saved; a step turns it off by itself
         config: Any = model.config
         use_cache = getattr(config, "use_cache", None)
-        super().__init__(
-            model=model,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=tokenizer,
-            data_collator=seats.collator,
-            callbacks=list(seats.callbacks),
-            compute_metrics=compute_metrics,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-        )
+        with refusals.of_trainer():
+            super().__init__(
+                model=model,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=tokenizer,
+                data_collator=seats.collator,
+                callbacks=list(seats.callbacks),
+                compute_metrics=compute_metrics,
+                preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            )
         if use_cache is not None:
             config.use_cache = use_cache
         # our loss divides by num_items_in_batch itself, so the model need not know the argument
@@ -114,7 +125,7 @@ class SFTTrainer(trl.SFTTrainer):
         self.stopwatch = Stopwatch()
         self.train_seconds = 0.0
         self.resumed_tokens = 0.0  # real tokens of the run before this process
-        self._warned_without_target = False
+        self._warned: set[str] = set()
         self._last_metered_step = 0
 
     # ---- data ----
@@ -145,6 +156,28 @@ class SFTTrainer(trl.SFTTrainer):
         if isinstance(data, torch.Tensor) and not self.is_deepspeed_enabled:
             return data.to(self.args.device, non_blocking=True)
         return super()._prepare_input(data)
+
+    # ---- optimizer ----
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Make the optimizer.
+
+        Raises:
+            ConfigError: If ``--optim`` or ``--optim_args`` cannot be followed.
+        """
+        with refusals.of_optimizer(self.args):
+            optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        refusals.check_optimizer_options(optimizer, self.args.optim.value, self.args.optim_args)
+        return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:  # noqa: ANN401 - as upstream
+        """Make the schedule of the learning rate.
+
+        Raises:
+            ConfigError: If ``--lr_scheduler_type`` does not take ``--lr_scheduler_kwargs``, or needs more.
+        """
+        with refusals.of_schedule(self.args):
+            return super().create_scheduler(num_training_steps, optimizer)
 
     # ---- loss ----
 
@@ -251,8 +284,8 @@ class SFTTrainer(trl.SFTTrainer):
         lengths = None if boundaries is None else [length for length in boundaries.diff().tolist() if length]
         num_rows = self.args.eval_batch_size
         if "inputs" in self.args.include_for_metrics:
-            inputs["input_ids"] = _to_rows(inputs["input_ids"], lengths, num_rows)
-        return loss, _to_rows(logits, lengths, num_rows), _to_rows(labels, lengths, num_rows)
+            inputs["input_ids"] = to_rows(inputs["input_ids"], lengths, num_rows)
+        return loss, to_rows(logits, lengths, num_rows), to_rows(labels, lengths, num_rows)
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:  # noqa: ANN401
         """Evaluate, and put the mean loss a supervised token over all batches and ranks in place of HF's mean."""
@@ -280,6 +313,9 @@ class SFTTrainer(trl.SFTTrainer):
         """Add the meters to a training log line: the only place where training waits for the device."""
         if "loss" in logs and self.is_in_train:
             logs.update(self._read_meters())
+            if not math.isfinite(logs["loss"]) and "not finite" not in self._warned:
+                self._warned.add("not finite")
+                _log.warning(_NOT_FINITE, logs["loss"], self.state.global_step)
         super().log(logs, start_time)
 
     def _read_meters(self) -> dict[str, float]:
@@ -288,13 +324,9 @@ class SFTTrainer(trl.SFTTrainer):
         seconds = self.stopwatch.lap()
         self.train_seconds += seconds
         self.totals = self.totals.plus(counts)
-        if counts.idle and not self._warned_without_target:
-            self._warned_without_target = True
-            _log.warning(
-                "an optimizer step up to step %d had no token to train on: every label was %d; its loss counts as 0",
-                self.state.global_step,
-                IGNORE_INDEX,
-            )
+        if counts.idle and "without target" not in self._warned:
+            self._warned.add("without target")
+            _log.warning(_NO_TARGET, self.state.global_step, IGNORE_INDEX)
         supervised = max(counts.supervised, 1)
         meters = {
             # TRL's names
@@ -353,14 +385,8 @@ class SFTTrainer(trl.SFTTrainer):
         Raises:
             ConfigError: If the hub cannot be reached or refuses.
         """
-        try:
+        with refusals.of_repository(self.args):
             super().init_hf_repo(*args, **kwargs)
-        except Exception as error:  # the hub's client lets the errors of its HTTP library through
-            name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
-            raise ConfigError(
-                f"--push_to_hub was asked for, but the repository {name} cannot be made on the hub "
-                f"({_first_line(error)}); log in with hf auth login, correct --hub_model_id, or drop --push_to_hub"
-            ) from error
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the signature of transformers.Trainer
         """Save the model to the output folder and push it.
@@ -368,32 +394,5 @@ class SFTTrainer(trl.SFTTrainer):
         Raises:
             CheckpointError: If it cannot be pushed; it is saved then.
         """
-        try:
+        with refusals.of_push(self.args.output_dir, self.hub_model_id):
             return super().push_to_hub(*args, **kwargs)
-        except Exception as error:  # as above
-            raise CheckpointError(
-                f"The model is in {self.args.output_dir}, but it could not be pushed to {self.hub_model_id} "
-                f"({_first_line(error)}); push it with hf upload {self.hub_model_id} {self.args.output_dir}"
-            ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
-
-
-def _to_rows(batch: torch.Tensor, lengths: list[int] | None, num_rows: int) -> torch.Tensor:
-    """Return ``batch`` with one row a sample, rows padded by -100 and rows of -100 up to ``num_rows``.
-
-    Args:
-        batch: ``[B, S, ...]``, or ``[1, T, ...]`` where samples lie end to end.
-        lengths: Tokens of each sample of a flattened batch; None: it has rows already.
-        num_rows: Rows wanted.
-    """
-    if lengths is not None:
-        rows = list(torch.split(batch[0], lengths))
-        batch = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=IGNORE_INDEX)
-    missing = num_rows - batch.shape[0]
-    if missing <= 0:
-        return batch
-    return torch.cat([batch, batch.new_full((missing, *batch.shape[1:]), IGNORE_INDEX)])
