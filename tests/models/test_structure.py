@@ -59,6 +59,13 @@ def test_epsilon_and_names_are_the_models():
     assert find_rotaries(model)[0][0].function == "apply_rotary_pos_emb"
 
 
+@pytest.mark.parametrize("eps", [0.0, 0, 0.05])
+def test_an_epsilon_at_the_edges(eps):
+    norm = Norm()
+    norm.eps = eps
+    assert [site.eps for site in find_rms_norms(nn.Sequential(norm))[0]] == [eps]
+
+
 def test_fused_projections_are_told_apart():
     (first, *_), _ = find_gated_mlps(build_model("phi3"))
     assert (first.gate, first.up, first.down) == ("gate_up_proj", None, "down_proj")

@@ -158,7 +158,7 @@ def _epsilon(module: nn.Module) -> float | None:
     numbers = {
         name: value
         for name, value in module.__dict__.items()
-        if "eps" in name and isinstance(value, float) and 0 < value < 0.1
+        if "eps" in name and type(value) in (int, float) and 0 <= value < 0.1
     }
     return next(iter(numbers.values())) if len(numbers) == 1 else None
 
