@@ -128,12 +128,7 @@ def _dense_weight(base: nn.Linear, dtype: torch.dtype) -> torch.Tensor:
 def _bnb_weight(base: Any, dtype: torch.dtype) -> torch.Tensor:  # noqa: ANN401 - bitsandbytes' layer
     from bitsandbytes import functional  # noqa: PLC0415 - an extra
 
-    weight, state = base.weight, base.weight.quant_state
-    if getattr(state, "packing_format_for_cpu", False):
-        # an evaluation on the CPU has packed it for products; this packs it back
-        weight.data, weight.quant_state = functional._convert_weight_packed_for_cpu_inverse(weight.data, state)
-        state = weight.quant_state
-    return functional.dequantize_4bit(weight.data, state).to(dtype)
+    return functional.dequantize_4bit(base.weight.data, base.weight.quant_state).to(dtype)
 
 
 def frozen_parts(module: nn.Module) -> LoraParts | None:

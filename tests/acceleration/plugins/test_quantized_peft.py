@@ -45,6 +45,12 @@ def facts(name, *, peft_config=LORA, active=(), kwargs=None, **train_args):
     )
 
 
+@pytest.fixture(autouse=True)
+def _without_the_interpreter(monkeypatch):
+    # tests/kernels/test_gptq.py shows that both unpack the same; Triton's interpreter takes seconds a layer
+    monkeypatch.setattr("tuning.kernels.gptq.can_launch", lambda x: x.is_cuda)
+
+
 def bnb(**options):
     return BNBQLoraPlugin(BNBQLoraConfig(**options))
 
@@ -144,6 +150,16 @@ def strip(model):
         if name.endswith(".base_layer")
     ]
     return holder
+
+
+@has_bnb
+def test_training_after_an_evaluation_is_the_same(plain):
+    # where the CPU has AVX-512 for bfloat16, bitsandbytes packs weights anew in an evaluation and trains on noise
+    model = adapted(bnb().load_model(facts(plain)))
+    before = training(model, IDS)
+    with torch.no_grad():
+        model.eval()(input_ids=IDS.to(DEVICE))
+    assert_same(training(model.train(), IDS), before, loss=0.0, grad=1e-6)
 
 
 @has_bnb

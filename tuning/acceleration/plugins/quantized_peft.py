@@ -78,6 +78,7 @@ class BNBQLoraPlugin(AccelerationPlugin[BNBQLoraConfig]):
         kwargs = {**facts.model_kwargs, "dtype": compute, "quantization_config": options}
         kwargs.setdefault("device_map", {"": facts.train_args.device})
         model = loader.load_model(loader.Checkpoint(name=facts.model_name_or_path, kwargs={}), kwargs)
+        _keep_packing_(model)
         if not self.config.no_peft_model:
             _prepare_(model)
         return model
@@ -177,6 +178,17 @@ def _default_dtype(facts: Facts) -> torch.dtype:
     """Return the dtype for ``--torch_dtype auto``: that of the checkpoint, where it says so."""
     dtype = getattr(facts.model_config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _keep_packing_(model: nn.Module) -> None:
+    """Stop, in place, bitsandbytes from packing weights anew in the first evaluation on some CPUs.
+
+    With AVX-512 for bfloat16 it packs them for its inference product and leaves them so, and the backward of later
+    steps takes the bytes for the old packing: gradients are noise, and nothing says so.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            vars(module)["support_avx512bf16_for_cpu"] = False
 
 
 def _prepare_(model: nn.Module) -> None:
