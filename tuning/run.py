@@ -259,7 +259,7 @@ def _facts(
     env = environment.detect(use_cpu=train_args.use_cpu)
     model_kwargs = dict(train_args.model_init_kwargs or {})
     model_kwargs.setdefault("dtype", loader.weights_dtype(model_args.torch_dtype, device_type=env.device_type))
-    model_kwargs.setdefault("attn_implementation", loader.attention_name(use_flash_attn=model_args.use_flash_attn))
+    model_kwargs.setdefault("attn_implementation", loader.attention_name(model_config))
     return Facts(
         model_config=model_config,
         model_name_or_path=checkpoint.name,

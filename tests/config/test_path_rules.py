@@ -133,3 +133,15 @@ def test_nothing_is_made(tmp_path):
     before = sorted(path.name for path in tmp_path.iterdir())
     assert problems(valid_flags(tmp_path) | {"output_dir": str(tmp_path / "x" / "y")}) == []
     assert sorted({path.name for path in tmp_path.iterdir()} - set(before)) == ["data.jsonl", "model"]
+
+
+@pytest.mark.parametrize("name", ["model_name_or_path", "tokenizer_name_or_path"])
+def test_a_model_that_may_not_be_looked_into(tmp_path, monkeypatch, name):
+    flags = valid_flags(tmp_path)
+    folder = str(tmp_path / "private")
+    os.mkdir(folder)
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != folder and real(path, mode))
+    assert problems(flags | {name: folder}) == [
+        f"--{name} {folder} cannot be read; change its permissions or name another"
+    ]

@@ -1,5 +1,7 @@
 """Cached tables: whole or not at all, found again by a key that changes with the content."""
 
+import os
+
 import pyarrow as pa
 
 from tuning.data import cache
@@ -30,6 +32,19 @@ def test_a_folder_that_cannot_be_written_costs_the_cache_only(tmp_path, caplog):
     path = tmp_path / "file" / "x.arrow"
     assert cache.store(path, SCHEMA, [BATCH])["a"][:] == [1, 2]
     assert "prepared data cannot be cached in" in caplog.text
+
+
+def test_a_folder_that_may_not_be_looked_into_costs_the_cache_only(tmp_path, monkeypatch):
+    """A cache below another user's home: to ask whether the file is there is refused already."""
+    real = os.stat
+
+    def refuse(path, **options):
+        if str(path).startswith(str(tmp_path)):
+            raise PermissionError(13, "Permission denied")
+        return real(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert cache.find(tmp_path / "x.arrow") is None
 
 
 def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):

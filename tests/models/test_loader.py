@@ -8,7 +8,16 @@ import shutil
 
 import pytest
 import torch
-from transformers import BertConfig, BertLMHeadModel, BertModel, GPTNeoXConfig, GPTNeoXForCausalLM, T5Config
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    BertModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+)
 
 from tests.tiny import CHAT_TEMPLATE, NUM_TOKENS, build_model, build_tokenizer, save
 from tests.trainers.harness import make_trainer
@@ -169,7 +178,7 @@ def test_a_gguf_file_that_is_cut_short(folder, monkeypatch):
     for content in (b"GGUF", b"no gguf file at all and rather long"):
         (folder / "a.gguf").write_bytes(content)
         text = refusal(load_config, find(folder / "a.gguf"))
-        assert text.startswith(f"The config of --model_name_or_path {folder} cannot be read: ")
+        assert text.startswith(f"The config of --model_name_or_path {folder / 'a.gguf'} cannot be read: ")
 
 
 def write_gguf(path, model):
@@ -248,6 +257,33 @@ def test_a_config_that_transformers_does_not_know(folder, text):
     assert message.startswith(f"The config of --model_name_or_path {folder} cannot be read: ")
     assert message.endswith("; give the folder of a saved model, or a hub name that can be reached")
     assert ".;" not in message
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"hidden_size": "32"}, "hidden_size"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_attention_heads": 5}, "is not a multiple of the number of attention heads"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError: "),
+        ({"dtype": "float7"}, "float7"),
+        ({"hidden_act": "gelu2"}, "KeyError: 'gelu2'"),
+        ({"pad_token_id": 9999}, "AssertionError: Padding_idx must be within num_embeddings"),
+    ],
+)
+def test_a_value_of_the_config_that_cannot_be(folder, values, why):
+    edit_config(folder, **values)
+    text = refusal(load, folder)
+    assert f"--model_name_or_path {folder} cannot be " in text
+    assert why in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("kwargs", [{"speed": 1}, {"attn_implementation": "magic"}])
+def test_arguments_of_the_model_that_it_does_not_take(folder, kwargs):
+    text = refusal(load_model, find(folder), {**FLOAT, **kwargs})
+    assert text.endswith("; give a complete checkpoint, or correct --model_init_kwargs if they are the cause")
+    assert next(iter(kwargs)) in text
 
 
 def test_a_hub_that_cannot_be_reached(monkeypatch):
@@ -376,7 +412,14 @@ def test_a_dtype_that_is_none():
 
 
 def test_a_model_starts_from_an_attention_that_every_device_has():
-    assert attention_name(use_flash_attn=True) == attention_name(use_flash_attn=False) == "sdpa"
+    assert attention_name(BertConfig()) == attention_name(GPTNeoXConfig()) == "sdpa"
+    # state space models have none, and transformers refuses them with another
+    assert attention_name(MambaConfig()) == "eager"
+    model = MambaForCausalLM._from_config(
+        MambaConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, state_size=2),
+        attn_implementation=attention_name(MambaConfig()),
+    )
+    assert model(input_ids=torch.tensor([[1, 2]])).logits.shape == (1, 2, 16)
 
 
 # ---- tokenizer ----

@@ -78,3 +78,14 @@ def test_torch_files(tmp_path):
     assert find_weights_fault(tmp_path) == "pytorch_model.bin is cut short"
     torch.save({"a": torch.zeros(9)}, path, _use_new_zipfile_serialization=False)
     assert find_weights_fault(tmp_path) is None
+
+
+def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
+    """Weights of another user's download are often readable by that user alone; root reads them all the same."""
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 20)
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tuning.models.weights.is_whole", refuse)
+    assert find_weights_fault(tmp_path) == "model.safetensors cannot be read (Permission denied)"

@@ -10,12 +10,14 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers.trainer_utils import get_last_checkpoint
 
-from tests.tiny import build_model, build_tokenizer
+from tests.tiny import build_bigram, build_model, build_tokenizer
 from tests.trainers.harness import make_trainer
 from tests.trainers.test_fit import ROWS, StopAt, build_lora, same, weights
 from tuning.errors import CheckpointError
@@ -26,6 +28,7 @@ from tuning.trainers.checkpoints import (
     read_run_state,
     write_added_tokens,
     write_run_state,
+    writing,
 )
 from tuning.trainers.fit import fit
 from tuning.trainers.metrics import Counts
@@ -301,3 +304,43 @@ def test_added_tokens(tmp_path):
     assert "<ä>" in text
     write_added_tokens(tmp_path / "none", tokenizer, ())
     assert not (tmp_path / "none").exists()
+
+
+# ---- a disk that is full or gone ----
+
+
+def test_a_full_disk_is_told_with_what_is_free(tmp_path, monkeypatch):
+    def write(error):
+        with writing(tmp_path / "checkpoint-4"):
+            raise error
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=300_000))
+    for error, why in [
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (SafetensorError("I/O error: No space left on device (os error 28)"),
+         "I/O error: No space left on device (os error 28)"),
+        # what torch says of a file that it could not write to the end
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 118208 vs 118100\nframe #0"),
+         "[enforce fail at inline_container.cc:672] . unexpected pos 118208 vs 118100"),
+    ]:  # fmt: skip
+        with pytest.raises(CheckpointError) as caught:
+            write(error)
+        assert str(caught.value) == (
+            f"{tmp_path / 'checkpoint-4'} cannot be written: {why} (0.3 MB are free there); make room or mend the "
+            "folder, and start the same command again: it goes on from the last complete checkpoint"
+        )
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        write(RuntimeError("a fault of ours"))
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path, build_bigram(), [[1, 2, 3]] * 4, save_strategy="steps", save_steps=1)
+
+    def refuse(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trainer, "_save_optimizer_and_scheduler", refuse)
+    with pytest.raises(CheckpointError, match="checkpoint-1 cannot be written: No space left on device"):
+        trainer.train()
+    assert find_resume(str(tmp_path), None) is None

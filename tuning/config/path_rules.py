@@ -30,9 +30,13 @@ def _check_model(config: RunConfig) -> list[str]:
     problems = []
     if _is_path(name, suffixes=frozenset({".gguf"})) and not os.path.exists(name):
         problems.append(f"--model_name_or_path {name} does not exist; correct the path or give a hub name")
+    elif os.path.exists(name):
+        problems += _unreadable("--model_name_or_path", name)
     tokenizer = config.model.tokenizer_name_or_path
     if tokenizer and _is_path(tokenizer) and not os.path.exists(tokenizer):
         problems.append(f"--tokenizer_name_or_path {tokenizer} does not exist; correct the path or give a hub name")
+    elif tokenizer and os.path.exists(tokenizer):
+        problems += _unreadable("--tokenizer_name_or_path", tokenizer)
     if config.model.gguf_file and name.endswith(".gguf"):
         problems.append("--gguf_file names a file inside a folder, but --model_name_or_path is a .gguf file; keep one")
     return problems

@@ -47,7 +47,7 @@ def code_version() -> str:
 
 def find(path: Path) -> Dataset | None:
     """Return the table at ``path``, mapped from disk, or None if there is none or it cannot be read."""
-    if not path.is_file():
+    if not os.path.isfile(path):  # Path.is_file raises where a folder above may not be looked into
         return None
     try:
         return Dataset.from_file(str(path))

@@ -9,8 +9,6 @@ Config and tokenizer come first and cost little; the weights come last, when eve
 from __future__ import annotations
 
 import json
-import pickle
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tuning.config.configs import ModelArguments
 from tuning.environment import installed_version
 from tuning.errors import ModelError
 from tuning.logs import logger
+from tuning.models.generation import mend_generation_config_
+from tuning.models.load_errors import LOAD_ERRORS, describe
 from tuning.models.weights import find_weights_fault
 
 if TYPE_CHECKING:
@@ -44,11 +43,6 @@ __all__ = [
 
 _log = logger(__name__)
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-# what transformers and its file readers raise for a checkpoint they cannot read; anything else is our fault
-_LOAD_ERRORS = (
-    OSError, ValueError, LookupError, RuntimeError, ImportError, EOFError, SafetensorError, struct.error,
-    pickle.UnpicklingError,
-)  # fmt: skip
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 
@@ -150,9 +144,9 @@ def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
     """
     try:
         config = AutoConfig.from_pretrained(checkpoint.name, **checkpoint.kwargs)
-    except _LOAD_ERRORS as error:
+    except LOAD_ERRORS as error:
         raise ModelError(
-            f"The config of --model_name_or_path {checkpoint.name} cannot be read: {_first_line(error)}; give the "
+            f"The config of --model_name_or_path {_full_name(checkpoint)} cannot be read: {describe(error)}; give the "
             "folder of a saved model, or a hub name that can be reached"
         ) from error
     own_code = getattr(config, "auto_map", None) or {}
@@ -202,9 +196,9 @@ def load_tokenizer(
         raise ModelError(f"{name} has no tokenizer (tokenizer.json, tokenizer.model); give --tokenizer_name_or_path")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
-    except _LOAD_ERRORS as error:
+    except LOAD_ERRORS as error:
         raise ModelError(
-            f"No tokenizer can be loaded from {name}: {_first_line(error)}; give --tokenizer_name_or_path"
+            f"No tokenizer can be loaded from {name}: {describe(error)}; give --tokenizer_name_or_path"
         ) from error
     if chat_template is not None:
         tokenizer.chat_template = _read_template(chat_template)
@@ -264,10 +258,14 @@ def weights_dtype(torch_dtype: str | None, *, device_type: str) -> torch.dtype |
     return _DTYPES[torch_dtype]
 
 
-def attention_name(*, use_flash_attn: bool) -> str:
-    """Return the attention of a model as loaded; plugins may replace it for the run."""
-    del use_flash_attn  # both start from sdpa: padding-free attention is a patch, so that it can be undone
-    return "sdpa"
+def attention_name(model_config: PretrainedConfig) -> str:
+    """Return the attention of a model as loaded; plugins may replace it for the run, by a patch that is undone.
+
+    Args:
+        model_config: Of the model; some families, such as state space models, have no sdpa and are refused with it.
+    """
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
+    return "sdpa" if getattr(model_class, "_supports_sdpa", True) else "eager"
 
 
 def load_model(checkpoint: Checkpoint, kwargs: Mapping[str, Any]) -> PreTrainedModel:
@@ -286,12 +284,13 @@ def load_model(checkpoint: Checkpoint, kwargs: Mapping[str, Any]) -> PreTrainedM
         merged["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(checkpoint.name, **merged)
-    except _LOAD_ERRORS as error:
+    except LOAD_ERRORS as error:
         raise ModelError(
-            f"The weights of --model_name_or_path {checkpoint.name} cannot be loaded: {_first_line(error)}; give a "
-            "complete checkpoint"
+            f"The weights of --model_name_or_path {_full_name(checkpoint)} cannot be loaded: {describe(error)}; "
+            f"{_advice(checkpoint, kwargs)}"
         ) from error
     _check_weights(checkpoint, type(model).__name__, info)
+    mend_generation_config_(model, checkpoint.name)
     if "gguf_file" in merged:
         _make_plain_(model)
     if getattr(model.config, "is_decoder", None) is False:
@@ -350,6 +349,18 @@ def _check_causal(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
         )
 
 
+def _advice(checkpoint: Checkpoint, kwargs: Mapping[str, Any]) -> str:
+    own = set(kwargs) - set(checkpoint.kwargs) - {"dtype", "attn_implementation"}
+    if own or kwargs.get("attn_implementation", "sdpa") not in ("sdpa", "eager"):
+        return "give a complete checkpoint, or correct --model_init_kwargs if they are the cause"
+    return "give a complete checkpoint"
+
+
+def _full_name(checkpoint: Checkpoint) -> str:
+    gguf_file = checkpoint.kwargs.get("gguf_file")
+    return checkpoint.name if gguf_file is None else str(Path(checkpoint.name) / gguf_file)
+
+
 def _shorten(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
@@ -378,8 +389,3 @@ def resize_embeddings_(model: PreTrainedModel, num_tokens: int, *, multiple_of: 
                     parameter[rows:] = parameter[:rows].float().mean(0).to(parameter.dtype)
     _log.info("embedding grown from %d to %d rows for %d tokens", rows, wanted, num_tokens)
     return wanted - rows
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0].rstrip(".") if text else type(error).__name__

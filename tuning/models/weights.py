@@ -29,6 +29,8 @@ def find_weights_fault(folder: Path) -> str | None:
         if (folder / index).is_file():
             try:
                 names += sorted(set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values()))
+            except OSError as error:
+                return f"{index} cannot be read ({error.strerror})"
             except (ValueError, KeyError, TypeError, AttributeError):
                 return f"{index} is cut short"
     if not names:
@@ -36,8 +38,11 @@ def find_weights_fault(folder: Path) -> str | None:
     for name in names:
         if not (folder / name).is_file():
             return f"{name} is missing"
-        if not is_whole(folder / name):
-            return f"{name} is cut short"
+        try:
+            if not is_whole(folder / name):
+                return f"{name} is cut short"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
     return None
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from tuning.trainers.checkpoints import write_added_tokens
+from tuning.trainers.checkpoints import write_added_tokens, writing
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
@@ -76,9 +76,10 @@ class LogFile(TrainerCallback):
 
 def _append(output_dir: str, lines: list[dict[str, Any]]) -> None:
     path = Path(output_dir) / _LOG_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(line, sort_keys=True) + "\n" for line in lines)
+    with writing(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line, sort_keys=True) + "\n" for line in lines)
 
 
 class LastLine(TrainerCallback):

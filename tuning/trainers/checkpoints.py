@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
 
 from tuning.errors import CheckpointError
 from tuning.logs import logger
@@ -29,12 +35,14 @@ __all__ = [
     "read_run_state",
     "write_added_tokens",
     "write_run_state",
+    "writing",
 ]
 
 _log = logger(__name__)
 _STATE_FILE = "packtune_state.json"
 _ADDED_TOKENS_FILE = "added_tokens_info.json"  # fms-hf-tuning's name
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_FULL_BELOW_BYTES = 1 << 20  # torch's writer says no more than that a position is wrong
 _OPTIMIZER_FILES = ("optimizer.pt", "scheduler.pt")
 
 
@@ -132,6 +140,29 @@ def _find_optimizer_fault(folder: Path) -> str | None:
         if not is_whole(folder / name):
             return f"{name} is cut short"
     return None
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Tell of a disk that is full or gone while something is written into ``folder``.
+
+    Raises:
+        CheckpointError: With what the system says; checkpoints that were complete before stay so.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        existing = folder
+        while not os.path.isdir(existing) and existing != existing.parent:
+            existing = existing.parent
+        free_bytes = shutil.disk_usage(existing).free
+        if isinstance(error, RuntimeError) and free_bytes >= _FULL_BELOW_BYTES:
+            raise
+        why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"{folder} cannot be written: {why} ({free_bytes / 1e6:,.1f} MB are free there); make room or mend the "
+            "folder, and start the same command again: it goes on from the last complete checkpoint"
+        ) from error
 
 
 def write_run_state(folder: Path, *, counts: Counts, sampler: dict[str, Any] | None) -> None:

@@ -13,7 +13,7 @@ from transformers import ProgressCallback
 from tuning.errors import CheckpointError
 from tuning.logs import logger
 from tuning.trainers.callbacks import AddedTokens, LastLine, LogFile, Progress, SamplerEpoch, StepClock
-from tuning.trainers.checkpoints import read_run_state, write_added_tokens
+from tuning.trainers.checkpoints import read_run_state, write_added_tokens, writing
 from tuning.trainers.metrics import render_summary
 
 if TYPE_CHECKING:
@@ -70,11 +70,12 @@ def fit(
     metrics = {**result.metrics, **trainer.final_meters()}
     args = trainer.args
     folder = args.save_model_dir or args.output_dir
-    trainer.save_state()
-    if args.should_save:
-        write_added_tokens(Path(folder), trainer.processing_class, added_tokens)
-    # last: with --push_to_hub it may fail on the way
-    trainer.save_model(folder)
+    with writing(Path(folder)):
+        trainer.save_state()
+        if args.should_save:
+            write_added_tokens(Path(folder), trainer.processing_class, added_tokens)
+        # last: with --push_to_hub it may fail on the way
+        trainer.save_model(folder)
     _log.info("finished:\n%s", _summary(trainer, metrics, folder))
     return metrics
 

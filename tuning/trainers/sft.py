@@ -22,7 +22,7 @@ from tuning.logs import logger
 from tuning.seats import Loss, LossTerms, Seats
 from tuning.trainers import refusals
 from tuning.trainers.checkpointing import choose_checkpointing_
-from tuning.trainers.checkpoints import write_run_state
+from tuning.trainers.checkpoints import write_run_state, writing
 from tuning.trainers.loaders import (
     FillerBatch,
     SequentialBatches,
@@ -366,15 +366,14 @@ class SFTTrainer(trl.SFTTrainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:  # noqa: ANN401 - an optuna trial
         self.stopwatch.stop()
         self.pending = self.pending.plus(self.meters["train"].read(self.accelerator))
-        if self.args.should_save:
-            sampler = self.batch_sampler
-            # before everything else: trainer_state.json, written last, says that a checkpoint is complete
-            write_run_state(
-                Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}",
-                counts=self.totals.plus(self.pending),
-                sampler=sampler.state_dict() if sampler is not None and hasattr(sampler, "state_dict") else None,
-            )
-        super()._save_checkpoint(model, trial)
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        save_sampler: Any = getattr(self.batch_sampler, "state_dict", None)
+        with writing(folder):
+            if self.args.should_save:
+                # before everything else: trainer_state.json, written last, says that a checkpoint is complete
+                counts = self.totals.plus(self.pending)
+                write_run_state(folder, counts=counts, sampler=None if save_sampler is None else save_sampler())
+            super()._save_checkpoint(model, trial)
         self.stopwatch.start()
 
     # ---- hub ----
