@@ -143,15 +143,19 @@ def test_another_seed_of_dropout_would_be_seen(folder, tmp_path):
         )
 
 
-@pytest.mark.slow
-def test_two_ranks_learn_as_one(folder, tmp_path):
-    words = [
-        sys.executable, "-m", "tuning.sft_trainer", "--model_name_or_path", str(folder / "gptq"),
-        "--training_data_path", str(folder / "rows.jsonl"), "--use_cpu", "true", "--report_to", "none", "--logging_steps", "1", "--peft_method",
-        "lora", "--r", "4", "--lora_dropout", "0", "--padding_free", "huggingface", "--auto_gptq", "triton_v2",
-        "--fused_lora", "auto_gptq", "True", "--max_steps", "3", "--learning_rate", "1e-3", "--output_dir",
-        str(tmp_path), "--per_device_train_batch_size", "2", "--disable_tqdm", "true",
-    ]  # fmt: skip
+FSDP = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}  # fmt: skip
+
+
+def run_two_ranks(output, model, rows, more):
+    """Run the command line on two processes and return the losses."""
+    flags = (
+        "--use_cpu true --report_to none --logging_steps 1 --peft_method lora --r 4 --lora_dropout 0 --padding_free "
+        "huggingface --max_steps 3 --learning_rate 1e-3 --per_device_train_batch_size 2 --disable_tqdm true"
+    )
+    paths = {"model_name_or_path": model, "training_data_path": rows, "output_dir": output}
+    words = [sys.executable, "-m", "tuning.sft_trainer", *flags.split(), *more]
+    words += [word for name, path in paths.items() for word in (f"--{name}", str(path))]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -166,8 +170,27 @@ def test_two_ranks_learn_as_one(folder, tmp_path):
     ]  # fmt: skip
     outputs = [process.communicate(timeout=240)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], outputs[0][-3000:]
-    history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
-    got = [entry["loss"] for entry in history if "loss" in entry]
-    expected = run(folder, tmp_path / "one", base="auto_gptq", fused="auto_gptq", dropout=0.0, max_steps=3)
-    assert got == pytest.approx(losses(expected), abs=1e-4)
-    assert torch.tensor(got).diff().abs().max() > 1e-3
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    return [(entry["loss"], entry["grad_norm"]) for entry in history if "loss" in entry]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("base", "more"),
+    [
+        ("auto_gptq", ["--auto_gptq", "triton_v2"]),
+        ("auto", ["--fsdp", "true"]),
+        pytest.param("bitsandbytes", ["--bitsandbytes", "nf4", "--fsdp", "true"], marks=has_bnb),
+    ],
+    ids=["DDP over GPTQ", "FSDP2 with checkpointing", "FSDP2 over 4 bits with checkpointing"],
+)
+def test_two_ranks_learn_as_one(folder, tmp_path, base, more):
+    if "--fsdp" in more:
+        (tmp_path / "fsdp.json").write_text(json.dumps(FSDP))
+        more = [*more, "--fsdp_config", str(tmp_path / "fsdp.json")]
+    model = folder / ("gptq" if base == "auto_gptq" else "plain")
+    got = run_two_ranks(tmp_path / "two", model, folder / "rows.jsonl", [*more, "--fused_lora", base, "True"])
+    one = run(folder, tmp_path / "one", base=base, dropout=0.0, max_steps=3)
+    expected = [(entry["loss"], entry["grad_norm"]) for entry in one.state.log_history if "loss" in entry]
+    assert torch.tensor(got).flatten().tolist() == pytest.approx(torch.tensor(expected).flatten().tolist(), rel=1e-4)
+    assert expected[0][0] - expected[-1][0] > 1e-2

@@ -17,7 +17,7 @@ from torch import nn
 from tuning.errors import PluginError
 from tuning.models.gptq import GPTQLinear
 
-__all__ = ["LoraParts", "find_lora_layers", "frozen_parts"]
+__all__ = ["LoraParts", "find_lora_layers", "frozen_parts", "why_not_sharded"]
 
 Weight = Callable[[torch.dtype], torch.Tensor]
 
@@ -128,7 +128,9 @@ def _dense_weight(base: nn.Linear, dtype: torch.dtype) -> torch.Tensor:
 def _bnb_weight(base: Any, dtype: torch.dtype) -> torch.Tensor:  # noqa: ANN401 - bitsandbytes' layer
     from bitsandbytes import functional  # noqa: PLC0415 - an extra
 
-    return functional.dequantize_4bit(base.weight.data, base.weight.quant_state).to(dtype)
+    # a weight that FSDP has gathered is a plain tensor; the layer keeps the state too
+    state = getattr(base.weight, "quant_state", None) or base.quant_state
+    return functional.dequantize_4bit(base.weight.data, state).to(dtype)
 
 
 def frozen_parts(module: nn.Module) -> LoraParts | None:
@@ -136,3 +138,17 @@ def frozen_parts(module: nn.Module) -> LoraParts | None:
     if "forward" in module.__dict__ or _why_not_base(module):
         return None
     return LoraParts(module, _weight_of(module))
+
+
+def why_not_sharded(train_args: Any) -> str:  # noqa: ANN401 - training arguments
+    """Return why a run would not gather the parameters of a decoder layer as a whole, or nothing."""
+    if getattr(train_args, "deepspeed", None):
+        return "--deepspeed gathers the parameters of each module by itself"
+    if not getattr(train_args, "fsdp", None):
+        return ""
+    config = getattr(train_args, "fsdp_config", None) or {}
+    if int(config.get("version", 2)) != 2:
+        return "version 1 of --fsdp flattens the adapters of each module by themselves"
+    if config.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP") == "SIZE_BASED_WRAP":
+        return "SIZE_BASED_WRAP of --fsdp gathers the parameters of each module by itself"
+    return ""

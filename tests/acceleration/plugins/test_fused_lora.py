@@ -311,13 +311,27 @@ def test_variants_are_refused(option, what):
     )
 
 
-@pytest.mark.parametrize("option", ["fsdp", "deepspeed"])
-def test_sharding_is_refused(option):
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"deepspeed": "x.json"}, "--deepspeed gathers the parameters of each module by itself"),
+        (
+            {"fsdp": True, "fsdp_config": {"version": 1}},
+            "version 1 of --fsdp flattens the adapters of each module by themselves",
+        ),
+        (
+            {"fsdp": True, "fsdp_config": {"auto_wrap_policy": "SIZE_BASED_WRAP"}},
+            "SIZE_BASED_WRAP of --fsdp gathers the parameters of each module by itself",
+        ),
+    ],
+)
+def test_sharding_below_a_layer_is_refused(options, reason):
     model = wrap(build_model("llama"))
-    assert refusal(lambda: plugin().check(facts(model, **{option: "x"}))) == (
-        "--fused_lora auto reads parameters that sharding (--fsdp, --deepspeed) keeps in pieces, which is not "
-        "supported; drop --fused_lora, or use plain data parallelism"
+    assert refusal(lambda: plugin().check(facts(model, **options))) == (
+        f"--fused_lora auto computes whole blocks of a layer at once, but {reason}; use --fsdp with version 2 and "
+        "TRANSFORMER_BASED_WRAP, which gathers a layer as a whole, or drop --fused_lora"
     )
+    plugin().check(facts(model, fsdp=True, fsdp_config={"version": 2}))
 
 
 def test_several_adapters_are_refused():

@@ -249,9 +249,10 @@ def test_runs_that_train_no_adapters_or_are_sharded(plain, flag, plugin):
         f"{flag} loads a quantised base, which cannot be trained itself, and this run trains no LoRA adapters; add "
         f"--peft_method lora or drop {flag}"
     )
-    assert refusal(plugin, facts(plain, fsdp=True)) == (
-        f"{flag} keeps packed weights, which --fsdp would cut into pieces; drop --fsdp (a quantised base fits each GPU "
-        f"whole), or drop {flag}"
+    assert refusal(plugin, facts(plain, fsdp=True, fsdp_config={"version": 1})) == (
+        f"{flag} keeps packed weights, which are sharded by whole layers or not at all, but version 1 of --fsdp "
+        "flattens the adapters of each module by themselves; use --fsdp with version 2 and TRANSFORMER_BASED_WRAP, or "
+        f"drop {flag}"
     )
 
 

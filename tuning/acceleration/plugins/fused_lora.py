@@ -29,7 +29,7 @@ from tuning.errors import PluginError
 from tuning.logs import logger
 from tuning.models import structure
 from tuning.models.forwards import own_forward
-from tuning.models.lora_layers import LoraParts, find_lora_layers, frozen_parts
+from tuning.models.lora_layers import LoraParts, find_lora_layers, frozen_parts, why_not_sharded
 
 __all__ = ["FusedLoraPlugin"]
 
@@ -80,10 +80,11 @@ class FusedLoraPlugin(AccelerationPlugin[FusedLoraConfig]):
                 raise PluginError(
                     f"--fused_lora {base} computes plain LoRA, but {name} asks for {what}; drop one of the two"
                 )
-        if getattr(facts.train_args, "fsdp", None) or getattr(facts.train_args, "deepspeed", None):
+        reason = why_not_sharded(facts.train_args)
+        if reason:
             raise PluginError(
-                f"--fused_lora {base} reads parameters that sharding (--fsdp, --deepspeed) keeps in pieces, which is "
-                "not supported; drop --fused_lora, or use plain data parallelism"
+                f"--fused_lora {base} computes whole blocks of a layer at once, but {reason}; use --fsdp with version "
+                "2 and TRANSFORMER_BASED_WRAP, which gathers a layer as a whole, or drop --fused_lora"
             )
 
     def check_model(self, model: nn.Module, facts: Facts) -> None:

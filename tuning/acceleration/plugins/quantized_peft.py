@@ -25,6 +25,7 @@ from tuning.errors import PluginError
 from tuning.models import loader
 from tuning.models.gptq import GPTQKernels
 from tuning.models.gptq_checkpoint import load_gptq, read_format
+from tuning.models.lora_layers import why_not_sharded
 
 __all__ = ["AutoGPTQPlugin", "BNBQLoraPlugin"]
 
@@ -158,12 +159,12 @@ def _check_lora(flag: str, facts: Facts) -> None:
 
 
 def _check_sharding(flag: str, facts: Facts) -> None:
-    for name in ("fsdp", "deepspeed"):
-        if getattr(facts.train_args, name, None):
-            raise PluginError(
-                f"{flag} keeps packed weights, which --{name} would cut into pieces; drop --{name} (a quantised base "
-                f"fits each GPU whole), or drop {flag}"
-            )
+    reason = why_not_sharded(facts.train_args)
+    if reason:
+        raise PluginError(
+            f"{flag} keeps packed weights, which are sharded by whole layers or not at all, but {reason}; use --fsdp "
+            f"with version 2 and TRANSFORMER_BASED_WRAP, or drop {flag}"
+        )
 
 
 def _quant_method(model_config: Any) -> str | None:  # noqa: ANN401 - any model's configuration
