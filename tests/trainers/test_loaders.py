@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pickle
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from tests.tiny import PAD
 from tests.trainers.harness import COLLATORS, arguments, dataset
 from tuning.data.collators import FlattenedCollator, PaddedCollator
-from tuning.errors import ConfigError
+from tuning.errors import ConfigError, DataError
 from tuning.trainers.arguments import TrainingArguments
 from tuning.trainers.loaders import (
     FillerBatch,
@@ -24,6 +25,7 @@ from tuning.trainers.loaders import (
     build_eval_loader,
     build_loader,
     check_size,
+    endless,
     loader_options,
 )
 
@@ -175,3 +177,27 @@ def test_a_step_that_no_samples_fill(tmp_path):
     )
     check_size(rows, arguments(tmp_path, dataloader_drop_last=True, per_device_train_batch_size=3))
     check_size(rows, arguments(tmp_path, per_device_train_batch_size=4))
+
+
+# ---- streams ----
+
+
+def test_a_stream_starts_again_where_it_ends():
+    stream = endless(dataset(ROWS).to_iterable_dataset())
+    first = [row["input_ids"][0] for row in itertools.islice(stream, 12)]
+    assert first == [1, 4, 6, 10, 12] * 2 + [1, 4]
+
+
+def test_what_is_no_stream_stays_as_it_is():
+    rows = dataset(ROWS)
+    assert endless(rows) is rows
+
+
+def test_a_stream_without_a_sample():
+    stream = dataset(ROWS).to_iterable_dataset().filter(lambda row: False)
+    with pytest.raises(DataError) as caught:
+        endless(stream)
+    assert str(caught.value) == (
+        "--streaming found no sample to train on: no row is left with a token to train on; see the warnings above, and "
+        "read the rows without --streaming to get a table of why they were dropped"
+    )

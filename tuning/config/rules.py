@@ -151,12 +151,12 @@ def _check_multipack(config: RunConfig) -> list[str]:
 def _check_streaming(config: RunConfig) -> list[str]:
     if not config.data.streaming:
         return []
-    problems = [
-        f"--streaming and --{name} cannot be used together, since {name} needs the lengths of all samples beforehand; "
-        f"drop --streaming or --{name}"
-        for name in ("padding_free", "multipack")
-        if getattr(config.acceleration.attention, name) is not None
-    ]
+    problems = []
+    if config.acceleration.attention.multipack is not None:
+        problems.append(
+            "--streaming and --multipack cannot be used together, since multipack needs the lengths of all samples "
+            "beforehand; drop --streaming or --multipack"
+        )
     if (read(config, "max_steps") or -1) < 1:
         problems.append(
             "--streaming reads rows without counting them, so --max_steps must say when to stop; give it or drop "

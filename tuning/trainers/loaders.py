@@ -17,7 +17,7 @@ from datasets import IterableDataset
 from torch.utils.data import DataLoader, Sampler
 
 from tuning.data.sampler import plain_order
-from tuning.errors import ConfigError
+from tuning.errors import ConfigError, DataError
 from tuning.trainers.loss import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ __all__ = [
     "build_eval_loader",
     "build_loader",
     "check_size",
+    "endless",
     "loader_options",
     "plain_batches",
     "to_rows",
@@ -134,6 +135,26 @@ def check_size(dataset: Dataset | IterableDataset, args: TrainingArguments) -> N
             f"takes {samples_a_step} ({args.train_batch_size} on each of {args.world_size} ranks); drop the flag or "
             "lower --per_device_train_batch_size"
         )
+
+
+def endless(dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
+    """Return a stream that starts again where it ends; what is no stream is returned as it is.
+
+    Upstream does not know where a stream ends: it would carry the gradients of a short last window into the next
+    optimizer step, add up both means there, and fill a last step of several ranks by first samples once more. And a
+    resume could not skip beyond the end. ``max_steps`` says when to stop.
+
+    Raises:
+        DataError: If the stream has no sample.
+    """
+    if not isinstance(dataset, IterableDataset):
+        return dataset
+    if next(iter(dataset), None) is None:
+        raise DataError(
+            "--streaming found no sample to train on: no row is left with a token to train on; see the warnings above, "
+            "and read the rows without --streaming to get a table of why they were dropped"
+        )
+    return dataset.repeat(None)
 
 
 def plain_batches(dataset: Dataset | IterableDataset, args: TrainingArguments) -> ShuffledBatches | None:

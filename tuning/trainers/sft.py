@@ -29,6 +29,7 @@ from tuning.trainers.loaders import (
     build_eval_loader,
     build_loader,
     check_size,
+    endless,
     loader_options,
     plain_batches,
     to_rows,
@@ -98,7 +99,7 @@ class SFTTrainer(trl.SFTTrainer):
             super().__init__(
                 model=model,
                 args=args,
-                train_dataset=train_dataset,
+                train_dataset=endless(train_dataset),
                 eval_dataset=eval_dataset,
                 processing_class=tokenizer,
                 data_collator=seats.collator,
