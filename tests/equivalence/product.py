@@ -14,10 +14,10 @@ from transformers import TrainerCallback
 from tests import tiny
 from tuning.config.acceleration_configs import (
     AttentionAndDistributedPackingConfig,
-    FastKernelsConfig,
     FusedOpsAndKernelsConfig,
     MultiPack,
     PaddingFree,
+    QuantizedLoraConfig,
 )
 from tuning.config.configs import DataArguments, ModelArguments
 from tuning.run import train
@@ -122,7 +122,7 @@ def run_product(
         model: Folder of the model and tokenizer.
         data: File of pretokenized rows.
         output: Folder for the run.
-        flags: ``padding_free``, ``multipack`` (its options) and ``fast_kernels`` (kernels).
+        flags: Flag to its options; ``padding_free`` may be True and ``multipack`` a dict.
         peft: Adapters.
         evaluation: File of rows to evaluate on.
         callbacks: Beside the one that keeps the record.
@@ -130,7 +130,7 @@ def run_product(
         values: Training arguments beside those that every run shares.
     """
     flags = flags or {}
-    multipack, kernels = flags.get("multipack"), flags.get("fast_kernels")
+    padding_free, multipack = flags.get("padding_free"), flags.get("multipack")
     shared = {
         "output_dir": output, "use_cpu": True, "report_to": "none", "logging_steps": 1, "save_strategy": "no",
         "max_grad_norm": 0.0, "disable_tqdm": True, "optim": "sgd", "resume_from_checkpoint": "false",
@@ -143,12 +143,13 @@ def run_product(
         arguments.build({**shared, **values}),
         peft,
         attention_and_distributed_packing_config=AttentionAndDistributedPackingConfig(
-            padding_free=PaddingFree() if flags.get("padding_free") else None,
-            multipack=MultiPack(**multipack) if multipack is not None else None,
+            padding_free=PaddingFree() if padding_free is True else padding_free,
+            multipack=MultiPack(**multipack) if isinstance(multipack, dict) else multipack,
         ),
         fusedops_kernels_config=FusedOpsAndKernelsConfig(
-            fast_kernels=FastKernelsConfig(kernels=tuple(kernels)) if kernels else None
+            fast_kernels=flags.get("fast_kernels"), fused_lora=flags.get("fused_lora")
         ),
+        quantized_lora_config=QuantizedLoraConfig(auto_gptq=flags.get("auto_gptq"), bnb_qlora=flags.get("bnb_qlora")),
         additional_callbacks=[record, *callbacks],
     )
     return Run(trainer=trainer, metrics=metrics, record=record)

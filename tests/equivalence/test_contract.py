@@ -6,6 +6,7 @@ step, whatever its order. The reference is one padded process without accumulati
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -17,6 +18,8 @@ import torch
 
 from tests import tiny
 from tests.equivalence.one_step import one_step
+from tests.equivalence.product import run_product
+from tuning.config.peft_config import LoraConfig
 
 ROWS = 8
 LOSS, GRADIENT = 1e-5, 1e-4  # fp32: absolute error of the loss, relative error of each gradient
@@ -132,3 +135,116 @@ def test_recomputed_activations(kwargs, inputs, reference, tmp_path):
         per_device_train_batch_size=8, gradient_checkpointing="true", gradient_checkpointing_kwargs=kwargs,
     )  # fmt: skip
     check_equal(result, reference)
+
+
+# ---- several steps, adapters, kernels, other losses, evaluation: through the same door ----
+
+KERNELS = ("rms_norm", "rope", "swiglu")
+HEADS = ("cross_entropy", "linear_cross_entropy")
+LAYOUTS = {
+    "padded": {},
+    "padding_free": {"padding_free": True},
+    "multipack exact": {"padding_free": True, "multipack": {"mode": "exact"}},
+}
+
+
+def check_gradients(found, expected):
+    assert set(found) == set(expected)
+    for name, gradient in expected.items():
+        # an adapter's A has no gradient while its B is zero
+        error = (found[name] - gradient).norm() / gradient.norm().clamp(min=1e-8)
+        assert error <= GRADIENT, f"{name}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_epoch_of_full_packs(inputs, reference, tmp_path, accumulation):
+    """Steps of a budget hold other samples than the plain run's, but all of them together the same."""
+    run = run_product(
+        inputs["model"], inputs["data"], str(tmp_path), num_train_epochs=1, learning_rate=0.0,
+        flags={"padding_free": True, "multipack": {"mode": "budget", "max_tokens": 64}},
+        gradient_accumulation_steps=accumulation,
+    )  # fmt: skip
+    totals = [0, *run.logged("supervised_tokens")]
+    tokens = [after - before for before, after in itertools.pairwise(totals)]
+    assert len(tokens) > 1
+    loss = sum(loss * count for loss, count in zip(run.logged("loss"), tokens, strict=True)) / sum(tokens)
+    assert abs(loss - reference["loss"]) <= LOSS
+    summed = {name: torch.zeros_like(gradient) for name, gradient in reference["gradients"].items()}
+    for gradients, count in zip(run.record.gradients, tokens, strict=True):
+        for name, gradient in gradients.items():
+            summed[name] += gradient * (count / sum(tokens))
+    check_gradients(summed, reference["gradients"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kernels(inputs, reference, tmp_path, layout, head):
+    run = run_product(
+        inputs["model"], inputs["data"], str(tmp_path), max_steps=1, learning_rate=0.0, per_device_train_batch_size=4,
+        gradient_accumulation_steps=2, flags={**LAYOUTS[layout], "fast_kernels": [head, *KERNELS]},
+    )  # fmt: skip
+    assert abs(run.logged("loss")[0] - reference["loss"]) <= LOSS
+    check_gradients(run.record.gradients[0], reference["gradients"])
+
+
+def two_steps(inputs, output, flags, **values):
+    """Two steps on all rows: adapters start at zero, so only the second shows every gradient."""
+    return run_product(
+        inputs["model"], inputs["data"], str(output), flags=flags, max_steps=2, learning_rate=0.1,
+        per_device_train_batch_size=ROWS, **values,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def adapted(inputs, tmp_path_factory):
+    return two_steps(inputs, tmp_path_factory.mktemp("adapted"), {}, peft=LoraConfig(r=4, lora_dropout=0.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", [None, ["linear_cross_entropy", *KERNELS]], ids=["plain", "kernels"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_adapters(inputs, adapted, tmp_path, layout, kernels):
+    flags = {**LAYOUTS[layout], "fast_kernels": kernels}
+    run = two_steps(inputs, tmp_path, flags, peft=LoraConfig(r=4, lora_dropout=0.0))
+    assert run.logged("loss") == pytest.approx(adapted.logged("loss"), abs=LOSS)
+    for found, expected in zip(run.record.gradients, adapted.record.gradients, strict=True):
+        check_gradients(found, expected)
+
+
+@pytest.fixture(scope="module")
+def smoothed(inputs, tmp_path_factory):
+    return two_steps(inputs, tmp_path_factory.mktemp("smoothed"), {}, label_smoothing_factor=0.1)
+
+
+@pytest.mark.parametrize("head", [None, *HEADS])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_label_smoothing(inputs, reference, smoothed, tmp_path, layout, head):
+    run = two_steps(inputs, tmp_path, {**LAYOUTS[layout], "fast_kernels": head and [head]}, label_smoothing_factor=0.1)
+    assert run.logged("loss") == pytest.approx(smoothed.logged("loss"), abs=LOSS)
+    assert abs(run.logged("loss")[0] - reference["loss"]) > 100 * LOSS
+    for found, expected in zip(run.record.gradients, smoothed.record.gradients, strict=True):
+        check_gradients(found, expected)
+
+
+@pytest.mark.parametrize("layout", ["padding_free", "multipack exact"])
+def test_dynamic_fine_tuning(inputs, tmp_path, layout):
+    padded = two_steps(inputs, tmp_path / "padded", {}, loss_type="dft")
+    run = two_steps(inputs, tmp_path / "flat", LAYOUTS[layout], loss_type="dft")
+    assert run.logged("loss") == pytest.approx(padded.logged("loss"), abs=LOSS)
+    for found, expected in zip(run.record.gradients, padded.record.gradients, strict=True):
+        check_gradients(found, expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("head", [None, *HEADS])
+def test_evaluation_loss(inputs, reference, tmp_path, layout, head):
+    """The rows themselves are evaluated, before a step has changed anything: the loss is that of the step."""
+    for size in (1, 3, 8):
+        run = run_product(
+            inputs["model"], inputs["data"], str(tmp_path / str(size)), evaluation=inputs["data"], max_steps=1,
+            learning_rate=0.0, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=size,
+            flags={**LAYOUTS[layout], "fast_kernels": head and [head]},
+        )  # fmt: skip
+        assert run.logged("eval_loss") == pytest.approx([reference["loss"]], abs=LOSS)
+        assert run.logged("eval_num_tokens") == [sum(LENGTHS)]
