@@ -6,10 +6,13 @@ import dataclasses
 import itertools
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.state import GradientState
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -22,10 +25,12 @@ from tuning.trainers.loaders import (
     FillerBatch,
     SequentialBatches,
     ShuffledBatches,
+    TokenBudgetBatches,
     build_eval_loader,
     build_loader,
     check_size,
     endless,
+    eval_batches,
     loader_options,
 )
 
@@ -177,6 +182,49 @@ def test_a_step_that_no_samples_fill(tmp_path):
     )
     check_size(rows, arguments(tmp_path, dataloader_drop_last=True, per_device_train_batch_size=3))
     check_size(rows, arguments(tmp_path, per_device_train_batch_size=4))
+
+
+# ---- batches of equally many tokens ----
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(1, 40), max_size=60), max_tokens=st.integers(1, 60), world_size=st.integers(1, 5))
+def test_a_token_budget_holds_each_sample_once_in_order(lengths, max_tokens, world_size):
+    ranks = [
+        TokenBudgetBatches(
+            np.array(lengths, dtype=np.int64), max_tokens=max_tokens, batch_size=2, rank=rank, world_size=world_size
+        )
+        for rank in range(world_size)
+    ]
+    read = [list(batches) for batches in ranks]
+    assert {len(batches) for batches in ranks} == {len(found) for found in read}
+    assert len({len(found) for found in read}) == 1
+    in_order = [batch for step in zip(*read, strict=True) for batch in step]
+    assert [index for batch in in_order for index in batch] == list(range(len(lengths)))
+    filled = [batch for batch in in_order if batch]
+    # empty seats come last, and there are fewer of them than ranks
+    assert in_order[: len(filled)] == filled
+    assert len(in_order) - len(filled) < world_size
+    for batch, following in itertools.pairwise([*filled, []]):
+        tokens = sum(lengths[index] for index in batch)
+        assert tokens <= max_tokens or len(batch) == 1
+        # nothing that had room was left for the next
+        assert not following or tokens + lengths[following[0]] > max_tokens
+
+
+def test_a_token_budget_by_hand(tmp_path):
+    rows = [[1] * length for length in (3, 5, 2, 9, 1, 1)]
+    args = arguments(tmp_path, per_device_eval_batch_size=2)
+    flat = eval_batches(dataset(rows), FlattenedCollator(), args, keeps_rows=False)
+    # 21 tokens in 6 samples: two of them have 7 in the mean
+    assert list(flat) == [[0], [1, 2], [3], [4, 5]]
+
+
+@pytest.mark.parametrize(("collator", "keeps_rows"), [("padded", False), ("padded", True), ("flattened", True)])
+def test_batches_of_equally_many_samples_where_rows_count(tmp_path, collator, keeps_rows):
+    args = arguments(tmp_path, per_device_eval_batch_size=2)
+    found = eval_batches(dataset(ROWS), COLLATORS[collator](), args, keeps_rows=keeps_rows)
+    assert list(found) == [[0, 1], [2, 3], [4]]
 
 
 # ---- streams ----

@@ -11,18 +11,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from accelerate.data_loader import DataLoaderShard
 from datasets import IterableDataset
 from torch.utils.data import DataLoader, Sampler
 
+from tuning.data.packing import mean_tokens
 from tuning.data.sampler import plain_order
+from tuning.data.tokenization import sample_lengths
 from tuning.errors import ConfigError, DataError
 from tuning.trainers.loss import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import numpy.typing as npt
     from datasets import Dataset
 
     from tuning.seats import Collator
@@ -32,10 +36,12 @@ __all__ = [
     "FillerBatch",
     "SequentialBatches",
     "ShuffledBatches",
+    "TokenBudgetBatches",
     "build_eval_loader",
     "build_loader",
     "check_size",
     "endless",
+    "eval_batches",
     "loader_options",
     "plain_batches",
     "to_rows",
@@ -78,6 +84,40 @@ class SequentialBatches(Sampler[list[int]]):
         for step in range(len(self)):
             start = (step * self.world_size + self.rank) * self.batch_size
             yield list(range(start, min(start + self.batch_size, self.num_samples)))
+
+
+class TokenBudgetBatches(SequentialBatches):
+    """One rank's batches of a data set in its order, each with as many samples as hold ``max_tokens``, or one sample.
+
+    Args:
+        lengths: Tokens of each sample.
+        max_tokens: Tokens of a batch; only a longer sample, alone in its batch, may have more.
+        batch_size: Samples a batch as accelerate is told; it cuts nothing by it.
+        rank: Of this process.
+        world_size: Ranks.
+    """
+
+    def __init__(
+        self, lengths: npt.NDArray[np.int64], *, max_tokens: int, batch_size: int, rank: int, world_size: int
+    ) -> None:
+        super().__init__(len(lengths), batch_size=batch_size, rank=rank, world_size=world_size)
+        ends = np.cumsum(lengths)
+        starts = [0]
+        while starts[-1] < len(lengths):
+            start = starts[-1]
+            limit = int(ends[start] - lengths[start]) + max_tokens
+            starts.append(max(start + 1, int(np.searchsorted(ends, limit, side="right"))))
+        self.starts = starts
+
+    def __len__(self) -> int:
+        """Return the batches of every rank."""
+        return -(-(len(self.starts) - 1) // self.world_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield indices; an empty list where there is no batch left for this rank."""
+        for step in range(len(self)):
+            number = step * self.world_size + self.rank
+            yield list(range(*self.starts[number : number + 2])) if number + 1 < len(self.starts) else []
 
 
 class ShuffledBatches(SequentialBatches):
@@ -215,6 +255,27 @@ def build_loader(
         options: Further keyword arguments of ``torch.utils.data.DataLoader``.
     """
     return DataLoader(dataset, batch_sampler=batch_sampler, collate_fn=_SeatCollator(collator), **options)
+
+
+def eval_batches(
+    dataset: Dataset, collator: Collator, args: TrainingArguments, *, keeps_rows: bool
+) -> SequentialBatches:
+    """Return this rank's evaluation batches: of equally many samples, or of equally many tokens.
+
+    A flattened batch costs what its tokens cost, so it is cut by tokens: as many as ``per_device_eval_batch_size``
+    samples have in the mean. The longest samples that come together then take no more memory than any others.
+
+    Args:
+        dataset: Rows with ``input_ids`` and ``labels``.
+        collator: Of the run; what it makes of an empty list tells whether it flattens.
+        args: Complete training arguments.
+        keeps_rows: Predictions are gathered from all ranks, which needs equally many rows of each.
+    """
+    place = {"batch_size": args.eval_batch_size, "rank": args.process_index, "world_size": args.world_size}
+    if keeps_rows or "cu_seq_lens_q" not in collator([]):
+        return SequentialBatches(len(dataset), **place)
+    lengths = sample_lengths(dataset)
+    return TokenBudgetBatches(lengths, max_tokens=mean_tokens(lengths, args.eval_batch_size), **place)
 
 
 def build_eval_loader(

@@ -25,11 +25,11 @@ from tuning.trainers.checkpointing import choose_checkpointing_
 from tuning.trainers.checkpoints import write_run_state, writing
 from tuning.trainers.loaders import (
     FillerBatch,
-    SequentialBatches,
     build_eval_loader,
     build_loader,
     check_size,
     endless,
+    eval_batches,
     loader_options,
     plain_batches,
     to_rows,
@@ -144,12 +144,8 @@ class SFTTrainer(trl.SFTTrainer):
         if isinstance(eval_dataset, str) and isinstance(self.eval_dataset, dict):
             eval_dataset = self.eval_dataset[eval_dataset]
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        batches = SequentialBatches(
-            len(dataset),
-            batch_size=self.args.eval_batch_size,
-            rank=self.args.process_index,
-            world_size=self.args.world_size,
-        )
+        keeps_rows = self.compute_metrics is not None
+        batches = eval_batches(dataset, self.data_collator, self.args, keeps_rows=keeps_rows)
         return build_eval_loader(dataset, batches, self.data_collator, options=loader_options(self.args))
 
     def _prepare_input(self, data: Any) -> Any:  # noqa: ANN401 - a batch, or anything inside one
