@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,10 +127,32 @@ def test_a_length_beyond_the_positions_is_refused(folder):
     assert max_sample_tokens(DataArguments(training_data_path="rows.jsonl"), config, None) == 256
 
 
+def test_virtual_tokens_that_leave_no_room_for_a_sample(folder):
+    config = tiny.build_model().config
+    rows = DataArguments(training_data_path="rows.jsonl")
+    assert max_sample_tokens(rows, config, SimpleNamespace(num_virtual_tokens=254)) == 2
+    with pytest.raises(ConfigError) as error:
+        max_sample_tokens(rows, config, SimpleNamespace(num_virtual_tokens=255))
+    assert str(error.value) == (
+        "--num_virtual_tokens 255 leaves no room for a sample in the 256 positions of the model; lower it"
+    )
+
+
 def test_the_python_function_refuses_what_the_command_line_refuses(folder, tmp_path):
     with pytest.raises(ConfigError, match="--packing"):
         run(folder, tmp_path / "out", attention=PADDING_FREE, packing=True)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_refusal_after_the_model_was_loaded_leaves_no_folder(folder, tmp_path):
+    with pytest.raises(ConfigError, match="--lr_scheduler_type warmup_stable_decay"):
+        run(folder, tmp_path / "out", lr_scheduler_type="warmup_stable_decay")
+    assert not (tmp_path / "out").exists()
+    # a folder of the user's stays, empty as it is
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ConfigError, match="--optim_args speed=1"):
+        run(folder, tmp_path / "mine", optim_args="speed=1")
+    assert list((tmp_path / "mine").iterdir()) == []
 
 
 @pytest.mark.slow

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +34,7 @@ from tuning.config.configs import DEFAULT_MAX_SEQ_LENGTH, DataArguments, ModelAr
 from tuning.config.peft_config import LoraConfig, PromptTuningConfig
 from tuning.config.run_config import RunConfig
 from tuning.data import collators, sources, tokenization
-from tuning.errors import ConfigError
+from tuning.errors import ConfigError, UserError
 from tuning.logs import logger
 from tuning.models import adapters, loader
 from tuning.trainers import arguments, checkpoints
@@ -180,7 +183,7 @@ def _run_stages(config: RunConfig, train_args: TrainingArguments, hooks: Hooks) 
         model = adapters.wrap(model, peft)
     framework.check_model(model, facts)
 
-    with restored(model), framework.patched(model, facts):
+    with _left_as_found(Path(train_args.output_dir)), restored(model), framework.patched(model, facts):
         pad = collators.PaddedCollator(
             pad_token_id=loaded.tokenizer.pad_token_id, pad_to_multiple_of=_multiple(train_args.pad_to_multiple_of)
         )
@@ -201,6 +204,19 @@ def _run_stages(config: RunConfig, train_args: TrainingArguments, hooks: Hooks) 
     return trainer, metrics
 
 
+@contextmanager
+def _left_as_found(folder: Path) -> Iterator[None]:
+    """Remove the output folder again if the run is refused before anything is in it; upstream makes it very early."""
+    was_there = os.path.isdir(folder)
+    try:
+        yield
+    except UserError:
+        if not was_there and os.path.isdir(folder) and not os.listdir(folder):
+            with suppress(FileNotFoundError):  # another rank was first
+                folder.rmdir()
+        raise
+
+
 def max_sample_tokens(data: DataArguments, model_config: PretrainedConfig, peft: Any) -> int:  # noqa: ANN401
     """Return the longest sample the run takes: as asked, else the default or the model's positions, the lesser.
 
@@ -210,12 +226,18 @@ def max_sample_tokens(data: DataArguments, model_config: PretrainedConfig, peft:
         peft: Prompt tuning takes positions for its virtual tokens.
 
     Raises:
-        ConfigError: If the length asked for is beyond the model's positions.
+        ConfigError: If the length asked for is beyond the model's positions, or virtual tokens leave none.
     """
     text_config = model_config.get_text_config()
     positions = getattr(text_config, "max_position_embeddings", None) or getattr(text_config, "n_positions", None)
     if positions is not None:
-        positions -= getattr(peft, "num_virtual_tokens", None) or 0
+        num_virtual = getattr(peft, "num_virtual_tokens", None) or 0
+        if num_virtual and positions - num_virtual < 2:
+            raise ConfigError(
+                f"--num_virtual_tokens {num_virtual} leaves no room for a sample in the {positions} positions of the "
+                "model; lower it"
+            )
+        positions -= num_virtual
     asked = data.max_seq_length
     if asked is None:
         return min(DEFAULT_MAX_SEQ_LENGTH, positions or DEFAULT_MAX_SEQ_LENGTH)

@@ -52,6 +52,8 @@ def test_out_of_range(tmp_path, name, value, shown, takes):
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
+        (["--per_device_train_batch_size", "9223372036854775808"],
+         "--per_device_train_batch_size is 9223372036854775808, which no count of 64 bits can hold; correct the value"),
         (["--peft_method", "lora", "--r", "0"], f"--r is 0, but takes {COUNT}; correct the value"),
         (["--peft_method", "lora", "--lora_alpha", "0"],
          "--lora_alpha is 0, but takes a number above 0; correct the value"),

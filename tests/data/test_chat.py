@@ -284,6 +284,10 @@ def test_conversations_whose_answers_are_all_empty_are_dropped(answer):
             [{"role": None, "content": "x"}],
             "message 0 has no role; a message is an object with role and content, it has role, content",
         ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "see"}, {"type": "image", "image": "a.png"}]}],
+            "message 0 has a part of type 'image', but only text is trained on; remove the row",
+        ),
     ],
 )
 def test_what_is_no_conversation(messages, message):

@@ -125,6 +125,12 @@ def test_csv_takes_long_fields_and_leaves_the_limit_of_the_module_alone(write):
             '{{"input": "...", "output": "..."}}',
         ),
         (
+            b"\x1f\x8b\x08\x00",
+            "rows.jsonl.gz",
+            "{path} is compressed (gzip); unpack it and name the file that comes out",
+        ),
+        (b"PK\x03\x04\x14\x00", "rows", "{path} is compressed (zip); unpack it and name the file that comes out"),
+        (
             b'{"a": 1}\n\x00\x01\x02\n',
             "rows.jsonl",
             "{path} is not text: it has a zero byte at offset 9; give a JSON array of objects, JSON lines, CSV, "

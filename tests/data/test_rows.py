@@ -1,5 +1,7 @@
 """Kinds of rows: which one is chosen, what text a row becomes, and what is refused."""
 
+import math
+
 import pytest
 
 from tests import tiny
@@ -145,6 +147,8 @@ def test_tools_as_a_list_or_as_json_text(tools):
     [
         ({"text": ["a"]}, "the column 'text' holds a list where a text is expected; mend the row"),
         ({"text": {"a": 1}}, "the column 'text' holds an object where a text is expected; mend the row"),
+        ({"text": math.nan},
+         "the column 'text' holds nan, which is no number, where a text is expected; mend the row"),
         ({"text": True}, "the column 'text' holds true or false where a text is expected; mend the row"),
         ({"prompt": [USER], "completion": "c"},
          "the column 'prompt' holds a list where a text is expected; mend the row"),

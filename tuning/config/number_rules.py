@@ -31,6 +31,7 @@ def _is_step_count(value: float) -> bool:
     return 0 < value < 1 or (value >= 1 and float(value).is_integer())
 
 
+_TOO_LARGE: Final = 2**63
 # 2**32: the seeds numpy takes
 _SEED: tuple[str, _Test] = ("a whole number from 0 to 4294967295", lambda value: 0 <= value < 2**32)
 _COUNT: tuple[str, _Test] = ("a whole number from 1", _at_least(1))
@@ -100,6 +101,8 @@ def _judge(label: str, value: Any, rule: tuple[str, _Test] | None) -> list[str]:
     if rule is None or value is None or isinstance(value, bool) or not isinstance(value, (int, float)):
         return []
     words, test = rule
+    if isinstance(value, int) and abs(value) >= _TOO_LARGE:
+        return [f"{label} is {value}, which no count of 64 bits can hold; correct the value"]
     return [] if test(value) else [f"{label} is {show(value)}, but takes {words}; correct the value"]
 
 

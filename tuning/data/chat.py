@@ -271,6 +271,16 @@ def _check_messages(messages: object) -> None:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             names = f"it has {', '.join(message)}" if isinstance(message, Mapping) else "it is no object"
             raise RowError(f"message {index} has no role; a message is an object with role and content, {names}")
+        _check_parts(index, message.get("content"))
+
+
+def _check_parts(index: int, content: object) -> None:
+    """Refuse images and sound, which no tokenizer turns into tokens: templates print a mark for them, or nothing."""
+    parts = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
+    kinds = [part.get("type") for part in parts if isinstance(part, Mapping)]
+    other = [kind for kind in kinds if kind not in (None, "text")]
+    if other:
+        raise RowError(f"message {index} has a part of type {other[0]!r}, but only text is trained on; remove the row")
 
 
 def _is_empty(message: Message) -> bool:

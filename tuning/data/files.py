@@ -35,6 +35,10 @@ SUFFIXES = {
 }
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 _MAGIC = ((b"PAR1", "parquet"), (b"ARROW1", "arrow"), (b"\xff\xff\xff\xff", "arrow"))
+_COMPRESSED = (
+    (b"\x1f\x8b", "gzip"), (b"PK\x03\x04", "zip"), (b"\x28\xb5\x2f\xfd", "zstd"), (b"BZh", "bzip2"),
+    (b"\xfd7zXZ", "xz"),
+)  # fmt: skip
 # longer marks first: the mark of UTF-32 begins with that of UTF-16
 _BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -117,6 +121,9 @@ def holds(path: Path) -> str:
             return kind
     if by_suffix in ("parquet", "arrow"):
         raise DataError(f"{path} does not begin as {_article(by_suffix)} file does; it is damaged or of another kind")
+    packed = next((name for magic, name in _COMPRESSED if head.startswith(magic)), None)
+    if packed is not None:
+        raise DataError(f"{path} is compressed ({packed}); unpack it and name the file that comes out")
     if _encoding(head) == "utf-8" and b"\0" in head:
         raise DataError(
             f"{path} is not text: it has a zero byte at offset {head.index(0)}; {_EXPECTED}, in UTF-8 where it is text"

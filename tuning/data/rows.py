@@ -6,6 +6,7 @@ The first that fits counts: what a flag asks for, then columns that can mean one
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -220,6 +221,9 @@ def _text(row: Row, name: str) -> str:
     value = row[name]
     if isinstance(value, str):
         return value
+    if isinstance(value, float) and not math.isfinite(value):
+        # what pandas writes for a cell without a value; the text nan would be trained on
+        raise RowError(f"the column {name!r} holds {value}, which is no number, where a text is expected; mend the row")
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     raise RowError(f"the column {name!r} holds {_name(value)} where a text is expected; mend the row")
