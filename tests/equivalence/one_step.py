@@ -72,7 +72,12 @@ def one_step(model: str, data: str, output: str, *, flags: dict[str, Any], **val
         additional_callbacks=[gradients],
     )
     loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-    return {"loss": loss, "gradients": gradients.first, "rank": trainer.args.process_index, "world_size": trainer.args.world_size}
+    return {
+        "loss": loss,
+        "gradients": gradients.first,
+        "rank": trainer.args.process_index,
+        "world_size": trainer.args.world_size,
+    }
 
 
 if __name__ == "__main__":
