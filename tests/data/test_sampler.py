@@ -280,8 +280,20 @@ def test_a_resume_of_another_run_says_what_changed(change):
         sampler.load_state_dict(state)
     assert str(caught.value) == (
         f"the checkpoint was written by another run: {words}. Going on would train some samples twice and others "
-        "never. Use the values of the checkpoint, pass --resume_from_checkpoint false to start over, or add "
-        "resume=replan to --multipack to plan the rest of the epoch anew"
+        "never. Use the values of the checkpoint, or pass --resume_from_checkpoint false to start over"
+    )
+
+
+def test_a_resume_that_replan_can_help_says_so():
+    state = samplers(LENGTHS, spec())[0].state_dict()
+    sampler = MultiPackSampler(LENGTHS, spec(num_ranks=1, accumulation=2), rank=0)
+    with pytest.raises(CheckpointError) as caught:
+        sampler.load_state_dict(state)
+    assert str(caught.value) == (
+        "the checkpoint was written by another run: the number of ranks was 2 and is 1, gradient_accumulation_steps "
+        "was 1 and is 2. Going on would train some samples twice and others never. Use the values of the checkpoint, "
+        "or pass --resume_from_checkpoint false to start over, or add resume=replan to --multipack: each step keeps "
+        "its samples here, and only their seats change"
     )
 
 

@@ -63,7 +63,10 @@ def test_a_model_without_a_head_and_one_that_does_more():
             return out
 
     model.__class__ = Odd
-    assert find_head(model) == (None, "changes its logits in a way that is neither a factor nor a softcap")
+    assert find_head(model) == (
+        None,
+        "calls its layers in a way of its own, or changes its logits by more than a factor and a softcap",
+    )
 
 
 def lora(**options):

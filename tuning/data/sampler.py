@@ -44,6 +44,7 @@ _WORDS = {
     "max_tokens": "--multipack max_tokens",
     "cost": "the cost of attention",
 }
+_REPLAN = ", or add resume=replan to --multipack: each step keeps its samples here, and only their seats change"
 # a step holds the same samples whatever these are, if their product stays the same
 _SHAPE = ("num_ranks", "batch_size", "accumulation")
 
@@ -220,8 +221,8 @@ class MultiPackSampler(Sampler[list[int]]):
         if not allowed:
             raise CheckpointError(
                 f"the checkpoint was written by another run: {changes}. Going on would train some samples twice and "
-                "others never. Use the values of the checkpoint, pass --resume_from_checkpoint false to start over, "
-                "or add resume=replan to --multipack to plan the rest of the epoch anew"
+                "others never. Use the values of the checkpoint, or pass --resume_from_checkpoint false to start over"
+                + (_REPLAN if _has_same_steps(before, now) else "")
             )
         if before["data"] != now["data"]:
             raise CheckpointError(

@@ -57,7 +57,7 @@ def find_head(model: nn.Module) -> tuple[Head | None, str]:
         return None, "holds its head or its layers deeper than as a direct part"
     answer = _scale_and_softcap(module, layer, below)
     if answer is None:
-        return None, "changes its logits in a way that is neither a factor nor a softcap"
+        return None, "calls its layers in a way of its own, or changes its logits by more than a factor and a softcap"
     return Head(model=target, layer=layer, scale=answer[0], softcap=answer[1]), ""
 
 
