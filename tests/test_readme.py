@@ -4,8 +4,11 @@ import re
 
 import pytest
 
+from tests import tiny
 from tests.config.inputs import launch
 from tests.repository import ROOT, load_script, tracked_files
+from tuning.acceleration.framework import AccelerationFramework
+from tuning.acceleration.patching import applied_patches
 from tuning.config.parsing import parse_mapping
 from tuning.config.validation import resolve
 
@@ -74,6 +77,25 @@ def test_ci_runs_what_a_developer_runs():
     run = ROOT / ".ci" / "run"
     assert run.read_text().splitlines()[-1] == "exec make test"
     assert run.stat().st_mode & 0o111
+
+
+def test_the_plugin_in_the_documents_works(tmp_path, monkeypatch):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "plugins.md").read_text(), re.DOTALL)
+    (tmp_path / "quiet_package.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    framework = AccelerationFramework(
+        {"quiet_heads": {"share": 0.5}}, plugins={"quiet_heads": "quiet_package:QuietPlugin"}
+    )
+    import quiet_package
+
+    plugin = quiet_package.QuietPlugin(quiet_package.QuietConfig(share=0.5))
+    assert framework.active == {"quiet_heads"}
+    model = tiny.build_model(num_layers=2)
+    before = [layer.self_attn.scaling for layer in model.model.layers]
+    with applied_patches(model, plugin.patches(model, None)) as applied:
+        assert applied.count("quiet_heads.attention") == 2
+        assert [layer.self_attn.scaling for layer in model.model.layers] == [value / 2 for value in before]
+    assert [layer.self_attn.scaling for layer in model.model.layers] == before
 
 
 # ---- tables ----
