@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tuning.data import filling
 from tuning.data.filling import WINDOW, Seats, count_micro_steps, fill
+from tuning.data.packing import mean_tokens
 
 
 def longest_first(values) -> np.ndarray:
@@ -121,3 +122,20 @@ def test_a_search_over_many_samples_thins_them_out_and_comes_to_the_same():
     lengths = longest_first(np.random.default_rng(1).integers(1, 400, 30_000))
     count = count_micro_steps(lengths, capacity=400, num_ranks=2, seed=[0, 0])
     assert int(lengths.sum()) / (count * 800) > 0.98
+
+
+def test_all_samples_are_packed_few_times(monkeypatch):
+    """The number of micro-steps that a part of the samples needs is a little too small for all of them here."""
+    drawn = np.random.default_rng(2).lognormal(np.log(175), 1.05, 200_000)
+    lengths = np.sort(np.clip(drawn, 8, 4820).astype(np.int64))[::-1]
+    pack, packed = filling._pack, []
+    monkeypatch.setattr(filling, "_pack", lambda ids, *args, **kw: (packed.append(len(ids)), pack(ids, *args, **kw))[1])
+
+    def num_packings():
+        packed.clear()
+        filling.count_micro_steps(lengths, capacity=mean_tokens(lengths, 8), num_ranks=8, seed=[1, 0])
+        return packed.count(len(lengths))
+
+    assert num_packings() <= 2
+    monkeypatch.setattr(filling, "_ROOM", 1 << 40)
+    assert num_packings() > 2
