@@ -108,7 +108,10 @@ def test_a_hub_name_is_not_looked_for_on_disk():
 
 
 @pytest.mark.parametrize("name", ["./nothing", "/nothing/here", "models/a/b", "../x"])
-def test_a_path_that_does_not_exist(name):
+def test_a_path_that_does_not_exist(name, tmp_path, monkeypatch):
+    # an empty folder of our own: what lies beside the repository is nobody's business
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     assert refusal(find, name) == (
         f"--model_name_or_path {name} does not exist; give a folder, a .gguf file or a hub name"
     )
